@@ -1,0 +1,1 @@
+"""Episodes of a history: segments, clustering, routing, caches and where they are stored."""
