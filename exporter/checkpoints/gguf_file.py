@@ -1,0 +1,138 @@
+"""GGUF checkpoints of the llama architecture (format: ggml-org/ggml docs/gguf.md), dequantised tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGUFReader, dequantize
+from torch import Tensor
+
+from exporter.checkpoints.base import sha256_of
+from exporter.models.config import DecoderConfig
+from runtime_py.errors import WorkError
+from runtime_py.manifest import Source
+
+_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_TOP_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+class GGUFCheckpoint:
+    """One GGUF file. Raises ``WorkError`` when it is missing, damaged or of another architecture."""
+
+    def __init__(self, path: Path, model: str) -> None:
+        self.path, self.model = path, model
+        if not path.is_file():
+            raise WorkError(f"{path} does not exist. Name a .gguf file, a Hugging Face folder, or a preset.")
+        try:
+            self._reader = GGUFReader(path)
+        except Exception as error:  # the reader raises whatever its numpy slices raise on a damaged file
+            raise WorkError(
+                f"{path} is not a readable GGUF file ({error or type(error).__name__}); it may be cut short. Copy it again."
+            ) from error
+        self._tensors = {t.name: t for t in self._reader.tensors}
+        self.config = self._read_config()
+
+    def _field(self, key: str, default: Any = None) -> Any:
+        field = self._reader.get_field(key)
+        if field is not None:
+            return field.contents()
+        if default is None:
+            raise WorkError(f"{self.path} has no field {key!r}; it is incomplete or of another architecture.")
+        return default
+
+    def _read_config(self) -> DecoderConfig:
+        architecture = self._field("general.architecture")
+        if architecture != "llama":
+            raise WorkError(f"{self.path} holds the architecture {architecture!r}; supported is 'llama'.")
+        heads = int(self._field("llama.attention.head_count"))
+        hidden = int(self._field("llama.embedding_length"))
+        head_dim = int(self._field("llama.attention.key_length", hidden // heads))
+        if int(self._field("llama.rope.dimension_count", head_dim)) != head_dim or "rope_freqs.weight" in self._tensors:
+            raise WorkError(f"{self.path} uses partial or scaled RoPE, which is not supported for GGUF files.")
+        if "token_embd.weight" not in self._tensors:
+            raise WorkError(f"{self.path} has no tensor 'token_embd.weight'; it is incomplete.")
+        return DecoderConfig(
+            architecture="llama",
+            n_layers=int(self._field("llama.block_count")),
+            n_heads=heads,
+            n_kv_heads=int(self._field("llama.attention.head_count_kv", heads)),
+            head_dim=head_dim,
+            hidden=hidden,
+            ffn=int(self._field("llama.feed_forward_length")),
+            vocab_size=int(self._tensors["token_embd.weight"].shape[1]),
+            context=int(self._field("llama.context_length")),
+            rope_theta=float(self._field("llama.rope.freq_base", 10000.0)),
+            norm_eps=float(self._field("llama.attention.layer_norm_rms_epsilon")),
+            tied="output.weight" not in self._tensors,
+        )
+
+    def tensor(self, name: str) -> Tensor:
+        """See ``Checkpoint.tensor``. Llama GGUF files interleave the halves of q and k rows; this undoes it."""
+        found = self._tensors.get(_gguf_name(name))
+        if found is None:
+            raise WorkError(f"{self.path} has no tensor {_gguf_name(name)!r} ({name}); it is incomplete.")
+        try:
+            values = np.array(dequantize(found.data, found.tensor_type), dtype=np.float32)
+        except Exception as error:
+            raise WorkError(f"{self.path}: tensor {found.name!r} cannot be dequantised ({error}).") from error
+        values = values.reshape(tuple(int(n) for n in reversed(found.shape)))
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = self.config.n_heads if "q_proj" in name else self.config.n_kv_heads
+            values = _unpermute(values, heads)
+        return torch.from_numpy(np.ascontiguousarray(values))
+
+    def tokenizer_json(self) -> str:
+        """See ``Checkpoint.tokenizer_json``; built by transformers from the vocabulary and merges in the file."""
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name, local_files_only=True)
+        data = json.loads(tokenizer.backend_tokenizer.to_str())
+        if self._field("tokenizer.ggml.pre", "default") == "smollm":
+            # llama.cpp's 'smollm' pre-tokenizer isolates digits; transformers drops that part of the GGUF.
+            digits = {"type": "Digits", "individual_digits": True}
+            data["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, data["pre_tokenizer"]]}
+        return json.dumps(data, ensure_ascii=False)
+
+    def chat_template(self) -> str:
+        return str(self._field("tokenizer.chat_template"))
+
+    def special_tokens(self) -> dict[str, str]:
+        tokens = self._field("tokenizer.ggml.tokens")
+        ids = {kind: self._reader.get_field(f"tokenizer.ggml.{kind}_token_id") for kind in ("bos", "eos")}
+        return {f"{kind}_token": str(tokens[int(f.contents())]) for kind, f in ids.items() if f is not None}
+
+    def stop_ids(self) -> list[int]:
+        return [int(self._field("tokenizer.ggml.eos_token_id"))]
+
+    def source(self) -> Source:
+        name = str(self._field("general.name", self.path.stem))
+        licence = str(self._field("general.license", "unknown"))
+        return Source(self.model, name, "gguf", self.path.name, sha256_of([self.path]), licence)
+
+
+def _gguf_name(name: str) -> str:
+    if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name):
+        return f"blk.{match[1]}.{_NAMES.get(match[2], match[2])}.weight"
+    stem = name.removesuffix(".weight")
+    return f"{_TOP_NAMES.get(stem, stem)}.weight"
+
+
+def _unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
+    """``[heads * D, in]`` from interleaved pairs (2i, 2i+1) to the half-split layout (i, i + D/2)."""
+    dim = rows.shape[0] // heads
+    return rows.reshape(heads, dim // 2, 2, -1).swapaxes(1, 2).reshape(rows.shape)

@@ -1,0 +1,186 @@
+"""Hugging Face folders: config.json, safetensors (one file or shards), tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from exporter.checkpoints.base import sha256_of
+from exporter.models.config import DecoderConfig, EncoderConfig
+from runtime_py.errors import WorkError
+from runtime_py.manifest import Source
+
+
+class WeightFolder:
+    """The safetensors files of a folder, read one tensor at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if not folder.is_dir():
+            raise WorkError(f"{folder} does not exist. Name a .gguf file, a Hugging Face folder, or a preset.")
+        self.files = sorted(folder.glob("*.safetensors"))
+        if not self.files:
+            pickles = sorted(p.name for p in folder.glob("*.bin"))
+            why = f" {pickles[0]} is a pickle, which can run code when read;" if pickles else ""
+            raise WorkError(
+                f"{folder} has no .safetensors file.{why} convert the weights with transformers' save_pretrained()."
+            )
+        self._where: dict[str, Path] = {}
+        for file in self.files:
+            try:
+                with safe_open(file, framework="pt") as handle:
+                    self._where |= dict.fromkeys(handle.keys(), file)
+            except (SafetensorError, OSError) as error:
+                raise WorkError(f"{file} is damaged or cut short ({error}). Copy or download it again.") from error
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
+    def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
+        """One tensor as float32. Raises ``WorkError`` when it is missing or not of ``shape``."""
+        if name not in self._where:
+            files = ", ".join(f.name for f in self.files)
+            raise WorkError(f"{self.folder} has no tensor {name!r} in {files}; a shard may be missing.")
+        with safe_open(self._where[name], framework="pt") as handle:
+            found: Tensor = handle.get_tensor(name)
+        if shape is not None and tuple(found.shape) != shape:
+            raise WorkError(f"{self._where[name]}: {name} has the shape {tuple(found.shape)}, config.json says {shape}.")
+        return found.to(torch.float32)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises ``WorkError`` naming the file."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise WorkError(f"{path} is missing; the folder is not a complete checkpoint.") from None
+    except (OSError, ValueError) as error:
+        raise WorkError(f"{path} cannot be read ({error}). Copy or download it again.") from error
+    if not isinstance(data, dict):
+        raise WorkError(f"{path} holds no JSON object.")
+    return data
+
+
+class HFCheckpoint:
+    """A decoder folder of the llama architecture. Raises ``WorkError`` for anything else, by name."""
+
+    def __init__(self, folder: Path, model: str) -> None:
+        self.folder, self.model = folder, model
+        self._weights = WeightFolder(folder)
+        self._json = read_json(folder / "config.json")
+        self.config = self._read_config()
+
+    def _number(self, key: str) -> int:
+        value = self._json.get(key)
+        if not isinstance(value, int) or value < 1:
+            raise WorkError(f"{self.folder / 'config.json'}: {key} is {value!r}; a positive whole number is expected.")
+        return value
+
+    def _read_config(self) -> DecoderConfig:
+        data, where = self._json, self.folder / "config.json"
+        if data.get("model_type") != "llama":
+            raise WorkError(f"{where}: model_type is {data.get('model_type')!r}; supported is 'llama'.")
+        rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        for feature, found in {
+            f"RoPE scaling {kind!r}": kind != "default",
+            "attention biases": data.get("attention_bias", False),
+            "MLP biases": data.get("mlp_bias", False),
+            f"activation {data.get('hidden_act')!r}": data.get("hidden_act", "silu") != "silu",
+            "a sliding window": data.get("sliding_window"),
+        }.items():
+            if found:
+                raise WorkError(f"{where}: {feature} is not supported; supported is plain llama with SiLU.")
+        heads, hidden = self._number("num_attention_heads"), self._number("hidden_size")
+        return DecoderConfig(
+            architecture="llama",
+            n_layers=self._number("num_hidden_layers"),
+            n_heads=heads,
+            n_kv_heads=int(data.get("num_key_value_heads") or heads),
+            head_dim=int(data.get("head_dim") or hidden // heads),
+            hidden=hidden,
+            ffn=self._number("intermediate_size"),
+            vocab_size=self._number("vocab_size"),
+            context=self._number("max_position_embeddings"),
+            rope_theta=float(rope.get("rope_theta", data.get("rope_theta", 10000.0))),
+            norm_eps=float(data.get("rms_norm_eps", 1e-6)),
+            tied=bool(data.get("tie_word_embeddings", False)) or "lm_head.weight" not in self._weights,
+        )
+
+    def tensor(self, name: str) -> Tensor:
+        return self._weights.tensor(name)
+
+    def _tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise WorkError(f"{self.folder} has no usable tokenizer ({error}). tokenizer.json is needed.") from error
+
+    def tokenizer_json(self) -> str:
+        return str(self._tokenizer().backend_tokenizer.to_str())
+
+    def chat_template(self) -> str:
+        template = self._tokenizer().chat_template
+        if not isinstance(template, str):
+            raise WorkError(f"{self.folder} has no chat template; an instruction-tuned checkpoint is needed.")
+        return template
+
+    def special_tokens(self) -> dict[str, str]:
+        return {k: str(v) for k, v in self._tokenizer().special_tokens_map.items() if isinstance(v, str)}
+
+    def stop_ids(self) -> list[int]:
+        generation = self.folder / "generation_config.json"
+        ids = read_json(generation).get("eos_token_id") if generation.exists() else None
+        ids = self._json.get("eos_token_id") if ids is None else ids
+        found = {int(i) for i in (ids if isinstance(ids, list) else [ids]) if i is not None}
+        end = self._tokenizer().eos_token_id
+        return sorted(found | ({int(end)} if end is not None else set()))
+
+    def source(self) -> Source:
+        digest = sha256_of(self._weights.files)
+        files = " ".join(f.name for f in self._weights.files)
+        return Source(self.model, self.folder.name, "safetensors", files, digest, "see the model card")
+
+
+class EncoderFolder:
+    """A sentence-transformers folder: BERT, mean pooling, normalised."""
+
+    def __init__(self, folder: Path, model: str, licence: str) -> None:
+        self.folder, self.model, self.licence = folder, model, licence
+        self._weights = WeightFolder(folder)
+        data = read_json(folder / "config.json")
+        if data.get("model_type") != "bert" or data.get("hidden_act") != "gelu":
+            raise WorkError(f"{folder}: model_type {data.get('model_type')!r} is not supported; supported is 'bert'.")
+        self.config = EncoderConfig(
+            n_layers=int(data["num_hidden_layers"]),
+            n_heads=int(data["num_attention_heads"]),
+            hidden=int(data["hidden_size"]),
+            ffn=int(data["intermediate_size"]),
+            vocab_size=int(data["vocab_size"]),
+            positions=int(data["max_position_embeddings"]),
+            token_types=int(data["type_vocab_size"]),
+            norm_eps=float(data["layer_norm_eps"]),
+        )
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor by its BERT name, float32."""
+        return self._weights.tensor(name)
+
+    def tokenizer_json(self) -> str:
+        """The WordPiece tokenizer, in the format of the tokenizers library."""
+        try:
+            return (self.folder / "tokenizer.json").read_text(encoding="utf-8")
+        except OSError as error:
+            raise WorkError(f"{self.folder} has no readable tokenizer.json ({error}).") from error
+
+    def source(self) -> Source:
+        files = " ".join(f.name for f in self._weights.files)
+        digest = sha256_of(self._weights.files)
+        return Source(self.model, self.folder.name, "safetensors", files, digest, self.licence)

@@ -1,0 +1,108 @@
+"""The prefill graph: read one block, score every row with the episode's prompt, keep M_l rows a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from exporter.graphs.attention import additive, cached_rows, causal, rotate, scaled_logits
+from exporter.graphs.selection import kept_rows, take_rows
+from exporter.models.decoder import Decoder, DecoderLayer
+from exporter.scoring.epicache import row_scores
+from runtime_py.manifest import GraphPlan
+
+
+@dataclass(frozen=True)
+class _Masks:
+    """What depends on the counts and on one layer budget M, shared by the layers that have it."""
+
+    row_valid: Tensor  # [M+B] 0/1
+    rows: Tensor  # [M+B] additive
+    block: Tensor  # [G*B, M+B] additive
+    prompt: Tensor  # [G*P, M+B+P] additive
+
+
+class PrefillGraph(nn.Module):
+    """prefill(tokens, prompt, n_tokens, n_prompt, n_seen, cos, sin, k, v, src) -> kept k, v, src.
+
+    Shapes and dtypes are those of design section "Graphs": ids and counts int32, tables ``[Mmax+B+P, D/2]`` and caches float32,
+    keys before RoPE and right-aligned. Padding: block tokens at and after ``n_tokens``, prompt tokens at and after ``n_prompt``.
+    """
+
+    def __init__(self, decoder: Decoder, plan: GraphPlan) -> None:
+        super().__init__()
+        self.decoder, self.plan = decoder, plan
+
+    def forward(
+        self,
+        tokens: Tensor,
+        prompt: Tensor,
+        n_tokens: Tensor,
+        n_prompt: Tensor,
+        n_seen: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k: list[Tensor],
+        v: list[Tensor],
+        src: list[Tensor],
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        plan, decoder = self.plan, self.decoder
+        prompt_valid = (torch.arange(plan.prompt, dtype=torch.int32) < n_prompt).to(torch.float32)
+        block_src = torch.arange(plan.block, dtype=torch.int32) + n_seen
+        masks = {m: self._masks(m, n_tokens, n_prompt, n_seen) for m in sorted(set(plan.layer_budgets))}
+        x = decoder.embedding(torch.cat([tokens[0], prompt[0]]).to(torch.int64))
+        kept: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+        for layer, cache_k, cache_v, cache_src, budget in zip(
+            decoder.layers, k, v, src, plan.layer_budgets, strict=True
+        ):
+            assert isinstance(layer, DecoderLayer)
+            mask = masks[budget]
+            q, new_k, new_v = layer.project(x)
+            keys = torch.cat([cache_k, new_k], dim=1)
+            values = torch.cat([cache_v, new_v], dim=1)
+            first = plan.max_budget - budget
+            attended, scores = self._attend(q, rotate(keys, cos[first:], sin[first:]), values, cos, sin, mask, prompt_valid)
+            x = layer.finish(x, attended)
+
+            sources = torch.cat([cache_src, block_src.expand(cache_src.shape[0], plan.block)], dim=1)
+            sink = (sources < plan.n_sinks).to(torch.float32) * mask.row_valid
+            index = kept_rows(scores, mask.row_valid.expand(scores.shape), sink, budget)
+            kept[0].append(take_rows(keys, index))
+            kept[1].append(take_rows(values, index))
+            kept[2].append(take_rows(sources, index))
+        return kept
+
+    def _masks(self, budget: int, n_tokens: Tensor, n_prompt: Tensor, n_seen: Tensor) -> _Masks:
+        block, prompt, group = self.plan.block, self.plan.prompt, self.decoder.config.group
+        cached = cached_rows(budget, n_seen)
+        valid = torch.cat([cached, torch.arange(block, dtype=torch.int32) < n_tokens])
+        of_block = torch.cat([cached.expand(block, budget), causal(block, n_tokens)], dim=1)
+        of_prompt = torch.cat([valid.expand(prompt, budget + block), causal(prompt, n_prompt)], dim=1)
+        return _Masks(
+            valid.to(torch.float32),
+            additive(valid),
+            additive(of_block).repeat(group, 1),
+            additive(of_prompt).repeat(group, 1),
+        )
+
+    def _attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, mask: _Masks, prompt_valid: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of block and prompt rows ``[Hkv, G, B+P, D]`` and the scores ``[Hkv, M+B]``.
+
+        Two products, so that block rows never meet the prompt's keys and only the prompt's logits are kept for scoring.
+        """
+        plan = self.plan
+        rows = mask.rows.shape[0]
+        heads, group, _, dim = q.shape
+        rotated = rotate(q, cos[plan.max_budget :], sin[plan.max_budget :])
+        block_logits = scaled_logits(rotated[:, :, : plan.block], keys[:, :rows]) + mask.block
+        of_block = torch.bmm(torch.softmax(block_logits, dim=-1), values[:, :rows])
+        prompt_logits = scaled_logits(rotated[:, :, plan.block :], keys)
+        of_prompt = torch.bmm(torch.softmax(prompt_logits + mask.prompt, dim=-1), values)
+        attended = torch.cat(
+            [of_block.view(heads, group, plan.block, dim), of_prompt.view(heads, group, plan.prompt, dim)], dim=2
+        )
+        return attended, row_scores(prompt_logits[:, :, :rows], mask.rows, prompt_valid)

@@ -1,0 +1,47 @@
+"""The ONNX Runtime target: four graphs, one weights file for the language model's three."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import onnx_ir as ir
+import onnxruntime
+
+from exporter.targets.base import GraphSet, Progress
+from exporter.targets.onnx.export import export_graph
+from exporter.targets.onnx.int8 import Int8Codes, quantize_model
+from exporter.targets.onnx.weights import WeightsFile
+from runtime_py.manifest import Target
+
+
+class OnnxLowering:
+    """See ``TargetLowering``."""
+
+    name = "onnx"
+    weights = ("fp32", "int8")
+
+    def lower(self, graphs: GraphSet, folder: Path, progress: Progress) -> Target:
+        """Write ``onnx/<graph>.onnx`` and ``onnx/weights.bin``; the embedder is one file of its own."""
+        out = folder / self.name
+        out.mkdir(parents=True)
+        codes = Int8Codes(graphs.modules)
+        shared = WeightsFile(out / "weights.bin")
+        files: dict[str, str] = {}
+        for graph, module in graphs.modules.items():
+            started = time.monotonic()
+            model = export_graph(module, graphs.signatures[graph])
+            if graphs.weights == "int8":
+                quantize_model(model, codes)
+            if graph != "embed":
+                shared.externalize(model)
+            path = out / ("embedder.onnx" if graph == "embed" else f"{graph}.onnx")
+            ir.save(model, path)
+            files[graph] = f"{self.name}/{path.name}"
+            size = path.stat().st_size / 1e6
+            progress(f"{graph}: {len(list(model.graph))} nodes, {size:.1f} MB, {time.monotonic() - started:.0f} s")
+        shared.close()
+        return Target(graphs=files, minimum_runtime=f"onnxruntime {onnxruntime.__version__}")
+
+
+LOWERING = OnnxLowering()
