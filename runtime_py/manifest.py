@@ -82,6 +82,12 @@ class EmbedderInfo:
     cls_id: int
     sep_id: int
     pad_id: int
+    weights: str = "int8"
+
+
+def graph_weights(plan: GraphPlan, embedder: EmbedderInfo) -> dict[str, str]:
+    """How the weights of each graph are stored."""
+    return dict.fromkeys(("prefill", "query", "decode"), plan.weights) | {"embed": embedder.weights}
 
 
 @dataclass(frozen=True)

@@ -45,9 +45,9 @@ class TorchEngine:
     ) -> TorchEngine:
         """An engine over float32 models, quantised as ``plan.weights`` says; the models given are left as they are."""
         if plan.weights == "int8":
-            decoder, encoder = copy.deepcopy(decoder), copy.deepcopy(encoder)
-            fake_quantize_(decoder)
-            fake_quantize_(encoder)
+            decoder = fake_quantize_(copy.deepcopy(decoder))
+        if embedder.weights == "int8":
+            encoder = fake_quantize_(copy.deepcopy(encoder))
         return TorchEngine(build_graphs(decoder, encoder, plan), signatures(shape, plan, embedder))
 
     def run(self, graph: str, inputs: Mapping[str, Array]) -> dict[str, Array]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from runtime_py.errors import WorkError
 
+M = TypeVar("M", bound=nn.Module)
 GROUP = 32
 ZERO_POINT = 128
 
@@ -48,7 +50,7 @@ def quantizable(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def fake_quantize_(model: nn.Module) -> nn.Module:
+def fake_quantize_(model: M) -> M:
     """Replace each quantisable weight, in place, by the values its codes stand for; tied weights stay tied."""
     done: dict[int, nn.Parameter] = {}
     for module in quantizable(model).values():

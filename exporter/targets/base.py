@@ -16,11 +16,11 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class GraphSet:
-    """The graphs of one bundle: full-precision modules, their signatures, and how their weights are to be stored."""
+    """The graphs of one bundle: full-precision modules, their signatures, and how the weights of each are to be stored."""
 
     modules: dict[str, nn.Module]
     signatures: dict[str, GraphSignature]
-    weights: str
+    weights: dict[str, str]
 
 
 class TargetLowering(Protocol):

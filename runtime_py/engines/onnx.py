@@ -10,7 +10,7 @@ import onnxruntime as ort
 
 from runtime_py.engines.base import Array
 from runtime_py.errors import BundleError, WorkError
-from runtime_py.manifest import Manifest
+from runtime_py.manifest import Manifest, graph_weights
 
 
 class OnnxEngine:
@@ -27,7 +27,7 @@ class OnnxEngine:
             path = self._folder / self._manifest.targets[self.name].graphs[graph]
             try:
                 self._sessions[graph] = ort.InferenceSession(
-                    str(path), self._options(), providers=["CPUExecutionProvider"]
+                    str(path), self._options(graph), providers=["CPUExecutionProvider"]
                 )
             except Exception as error:  # ONNX Runtime's exception types share no base but Exception
                 raise BundleError(
@@ -36,11 +36,11 @@ class OnnxEngine:
                 ) from error
         return self._sessions[graph]
 
-    def _options(self) -> ort.SessionOptions:
+    def _options(self, graph: str) -> ort.SessionOptions:
         options = ort.SessionOptions()
         options.intra_op_num_threads = self._threads
         options.log_severity_level = 3
-        if self._manifest.plan.weights == "fp32":
+        if graph_weights(self._manifest.plan, self._manifest.embedder)[graph] == "fp32":
             # Prepacking would copy every weight; without it they stay in the mapped file.
             options.add_session_config_entry("session.disable_prepacking", "1")
         return options

@@ -31,8 +31,8 @@ class OnnxLowering:
         for graph, module in graphs.modules.items():
             started = time.monotonic()
             model = export_graph(module, graphs.signatures[graph])
-            if graphs.weights == "int8":
-                quantize_model(model, codes)
+            if graphs.weights[graph] == "int8":
+                quantize_model(model, codes, graph)
             if graph != "embed":
                 shared.externalize(model)
             path = out / ("embedder.onnx" if graph == "embed" else f"{graph}.onnx")

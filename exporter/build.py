@@ -1,0 +1,218 @@
+"""The stages of a build. Everything happens in a folder beside the destination, which is renamed whole at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from calibration.profiles import calibration_text, measure_profile, stored_profile
+from exporter import __version__
+from exporter.bundle_writer.tokenizers import embedder_info, write_tokenizers
+from exporter.checkpoints.base import Checkpoint
+from exporter.checkpoints.hf_folder import EncoderFolder
+from exporter.console import Stages
+from exporter.graphs.signatures import signatures
+from exporter.history import HistoryTools, fill_store, write_episodes
+from exporter.manifest_parts import library_versions, memory_figures, model_shape
+from exporter.models.decoder import load_decoder
+from exporter.models.encoder import load_encoder
+from exporter.models.registry import open_decoder, open_encoder
+from exporter.parity.checks import Check
+from exporter.parity.torch_engine import build_graphs
+from exporter.parity.verify import Models, quantisation_loss, verify_bundle
+from exporter.plan import BuildPlan
+from exporter.targets import target
+from exporter.targets.base import GraphSet
+from exporter.template import cut_template
+from runtime_py.bundle import Bundle
+from runtime_py.embedder import Embedder
+from runtime_py.episodes.history import History
+from runtime_py.episodes.store import Store
+from runtime_py.errors import UsageError, WorkError
+from runtime_py.files import writing_folder
+from runtime_py.integrity import write_sums
+from runtime_py.language_model import LanguageModel
+from runtime_py.manifest import SCHEMA_VERSION, Manifest, Routing, Target, graph_weights
+from runtime_py.tokenizer import TextTokenizer
+
+ROUTING_THRESHOLD = 0.05
+_QUALITY_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What a build works with once everything asked for has been checked."""
+
+    plan: BuildPlan
+    models: Models
+    encoder: EncoderFolder
+    sensitivities: list[float]
+    manifest: Manifest
+
+
+def build_bundle(plan: BuildPlan, history: History, stages: Stages, replace: bool = False) -> list[Check]:
+    """Build, verify and publish a bundle at ``plan.out``; returns the checks, all passed.
+
+    Raises ``UsageError`` for an impossible plan before any work, ``WorkError`` when a stage or a check fails; then nothing
+    appears at ``plan.out``, and a bundle that failed its checks is kept beside it for inspection.
+    """
+    if plan.out.exists() and not replace:
+        raise UsageError(f"{plan.out} exists already. Name another folder with --out, or replace it with --replace.")
+    for name in plan.targets:
+        if plan.weights not in target(name).weights:
+            allowed = ", ".join(target(name).weights)
+            raise UsageError(f"--weights {plan.weights} is not possible for the target {name}: allowed are {allowed}.")
+    checkpoint, encoder = open_decoder(plan.model), open_encoder(plan.embedder)
+    plan.check(checkpoint.config, encoder.config)
+    with writing_folder(plan.out, replace) as folder:
+        with stages.stage("load"):
+            inputs = _prepare(plan, checkpoint, encoder, folder, stages)
+        with stages.stage("lower", folder):
+            targets = _lower(inputs, folder, stages)
+        manifest = dataclasses.replace(inputs.manifest, targets=targets)
+        _write_manifest(manifest, folder)
+        with stages.stage("episodes", folder):
+            _build_episodes(folder, history, stages)
+        with stages.stage("verify"):
+            bundle = Bundle.open(folder, check=False)
+            write_sums(folder)  # sessions name their store after the bundle's id
+            checks = verify_bundle(bundle, inputs.models, stages.note)
+            quality = _quality(inputs, stages)
+        manifest = dataclasses.replace(manifest, targets=_with_verdicts(targets, checks), quality=quality)
+        _write_manifest(manifest, folder)
+        write_sums(folder)
+        failed = [c for c in checks if not c.passed]
+        if failed:
+            kept = _keep_aside(folder, plan.out)
+            names = ", ".join(f"{c.target} {c.graph} {c.name} {c.value:.3g} > {c.limit:g}" for c in failed)
+            raise WorkError(f"{len(failed)} of {len(checks)} checks failed ({names}). Not published; kept in {kept}.")
+    return checks
+
+
+def _prepare(
+    plan: BuildPlan, checkpoint: Checkpoint, encoder: EncoderFolder, folder: Path, stages: Stages
+) -> _Inputs:
+    """Read weights, find or measure the sensitivities, resolve the plan, write tokenizers and layer budgets."""
+    config = checkpoint.config
+    if plan.layers is not None:
+        if not 1 <= plan.layers <= config.n_layers:
+            raise UsageError(f"--layers {plan.layers} is not possible: allowed are 1 to {config.n_layers}.")
+        config = dataclasses.replace(config, n_layers=plan.layers)
+    info = embedder_info(encoder, plan.embed_length)
+    write_tokenizers(checkpoint, encoder, info, folder)
+    tokenizer = TextTokenizer(folder / "tokenizer" / "tokenizer.json", checkpoint.stop_ids())
+    template = cut_template(checkpoint, tokenizer.encode_template)
+    source = checkpoint.source()
+    sensitivities = [0.0] * config.n_layers
+    if plan.alpha > 0:
+        stored = stored_profile(source.weights_sha256, checkpoint.config.n_layers)
+        sensitivities = stored[: config.n_layers] if stored is not None else []
+    # With the profile known, an impossible plan is refused before the weights are read.
+    if sensitivities:
+        plan.resolve(config, sensitivities, template)
+    decoder = load_decoder(config, checkpoint.tensor)
+    models = Models(checkpoint, decoder, load_encoder(encoder.config, encoder.tensor))
+    if not sensitivities:
+        stages.note("no stored profile of this model: calibrating")
+        profile: dict[str, Any] = measure_profile(
+            decoder, tokenizer.encode, source.model, source.weights_sha256, stages.note
+        )
+        sensitivities = profile["sensitivities"]
+    graph_plan = plan.resolve(config, sensitivities, template)
+    shape = model_shape(config)
+    budgets = {"sensitivities": sensitivities, "alpha": plan.alpha, "budgets": graph_plan.layer_budgets}
+    (folder / "layer_budgets.json").write_text(json.dumps(budgets, indent=1) + "\n", encoding="utf-8")
+    smallest, largest = graph_plan.min_budget, graph_plan.max_budget
+    stages.note(f"{config.n_layers} layers, budgets {smallest} to {largest}, {graph_plan.n_sinks} sinks")
+    manifest = Manifest(
+        schema_version=SCHEMA_VERSION,
+        name=plan.out.resolve().name,
+        exporter_version=__version__,
+        libraries=library_versions(),
+        source=source,
+        embedder_source=encoder.source(),
+        shape=shape,
+        plan=graph_plan,
+        template=template,
+        embedder=info,
+        routing=Routing(ROUTING_THRESHOLD),
+        signatures=signatures(shape, graph_plan, info),
+        targets={},
+        memory=memory_figures(shape, graph_plan),
+    )
+    return _Inputs(plan, models, encoder, sensitivities, manifest)
+
+
+def _lower(inputs: _Inputs, folder: Path, stages: Stages) -> dict[str, Target]:
+    manifest, models = inputs.manifest, inputs.models
+    modules = build_graphs(models.decoder, models.encoder, manifest.plan)
+    weights = graph_weights(manifest.plan, manifest.embedder)
+    graphs = GraphSet(modules, manifest.signatures, weights)
+    return {
+        name: target(name).lower(graphs, folder, lambda text, name=name: stages.note(f"{name} {text}"))  # type: ignore[misc]
+        for name in inputs.plan.targets
+    }
+
+
+def _build_episodes(folder: Path, history: History, stages: Stages) -> None:
+    """Cluster and read the history with the shipped graphs themselves."""
+    bundle = Bundle.open(folder, check=False)
+    manifest = bundle.manifest
+    engine = bundle.engine(next(iter(manifest.targets)))
+    text = bundle.text_tokenizer()
+    tools = HistoryTools(
+        LanguageModel(engine, manifest.shape, manifest.plan),
+        Embedder(engine, bundle.sentence_tokenizer()),
+        text.encode,
+        manifest.template,
+    )
+
+    def report(episode: int, done: int, total: int) -> None:
+        stages.count("shared tokens" if episode < 0 else f"episode {episode}: tokens", done, total)
+
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-store-") as scratch:
+        with Store.create(Path(scratch) / "store", "build", history.speakers) as store:
+            segments, labels = fill_store(store, history, tools, stages.note, report, checkpoint=False)
+            write_episodes(store, segments, labels, folder)
+    engine.close()
+
+
+def _quality(inputs: _Inputs, stages: Stages) -> dict[str, Any]:
+    """What int8 weights cost on the calibration text; nothing is lost with float32."""
+    if inputs.plan.weights != "int8":
+        return {}
+    tokenizer_json = inputs.models.checkpoint.tokenizer_json()
+    from tokenizers import Tokenizer
+
+    tokens = Tokenizer.from_str(tokenizer_json).encode(calibration_text(), add_special_tokens=False).ids
+    loss = quantisation_loss(inputs.models.decoder, tokens[:_QUALITY_TOKENS])
+    stages.note(
+        f"int8 against fp32: KL {loss['kl']:.4f} nats, perplexity {loss['perplexity']:.2f} ({loss['perplexity_fp32']:.2f})"
+    )
+    return {"int8": loss}
+
+
+def _with_verdicts(targets: dict[str, Target], checks: list[Check]) -> dict[str, Target]:
+    """Targets with their checks and verdict; checks of the bundle itself count for every target."""
+    result = {}
+    for name, each in targets.items():
+        own = [c for c in checks if c.target in (name, "bundle")]
+        verdict = "pass" if own and all(c.passed for c in own) else "fail"
+        result[name] = dataclasses.replace(each, parity=verdict, checks=[c.to_json() for c in own])
+    return result
+
+
+def _write_manifest(manifest: Manifest, folder: Path) -> None:
+    (folder / "manifest.json").write_text(manifest.to_json(), encoding="utf-8")
+
+
+def _keep_aside(folder: Path, destination: Path) -> Path:
+    kept = destination.resolve().with_name(f"{destination.resolve().name}.failed")
+    shutil.rmtree(kept, ignore_errors=True)
+    folder.rename(kept)
+    return kept

@@ -1,0 +1,58 @@
+"""A check: one number against one limit, for one graph of one target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Check:
+    """``value`` must not exceed ``limit``; ``why`` says what is measured and where the limit comes from."""
+
+    target: str
+    graph: str
+    name: str
+    value: float
+    limit: float
+    why: str
+
+    @property
+    def passed(self) -> bool:
+        """NaN never passes."""
+        return self.value <= self.limit
+
+    def to_json(self) -> dict[str, Any]:
+        """The form of ``verify --json``."""
+        return {
+            "target": self.target,
+            "graph": self.graph,
+            "name": self.name,
+            "value": self.value,
+            "limit": self.limit,
+            "pass": self.passed,
+            "why": self.why,
+        }
+
+
+def relative_difference(found: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
+    """Largest absolute difference as a part of the largest expected magnitude; NaN when anything is not finite."""
+    if found.shape != expected.shape or not (np.isfinite(found).all() and np.isfinite(expected).all()):
+        return float("nan")
+    return float(np.abs(found - expected).max() / max(float(np.abs(expected).max()), 1e-9))
+
+
+def kl_divergence(expected: NDArray[np.float32], found: NDArray[np.float32]) -> float:
+    """KL(expected || found) in nats of the distributions with logits ``[vocab]``."""
+    p, q = (x.astype(np.float64) - x.max() for x in (expected, found))
+    p, q = p - np.log(np.exp(p).sum()), q - np.log(np.exp(q).sum())
+    return float((np.exp(p) * (p - q)).sum())
+
+
+def worst(values: Sequence[float]) -> float:
+    """The largest value; NaN if any is NaN, infinity when there is none."""
+    return float(np.max(values)) if len(values) else float("inf")

@@ -1,0 +1,183 @@
+"""Checks of prefill, query and decode against PyTorch, on the bundle's own history over several evicting blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from exporter.models.decoder import Decoder
+from exporter.models.dense import dense_logits
+from exporter.parity.checks import Check, kl_divergence, relative_difference, worst
+from runtime_py.bundle import Bundle
+from runtime_py.engines.base import Engine
+from runtime_py.episodes.cache import EpisodeCache, SealedCache
+from runtime_py.episodes.cache_files import read_cache, read_sealed
+from runtime_py.episodes.rendering import TokenStream
+from runtime_py.language_model import LanguageModel, Tail
+from runtime_py.session import Answer
+from runtime_py.thread import Thread
+
+EVICTING_BLOCKS = 4
+PROBES = ("What do the speakers talk about?", "Who has news, and what is it?", "What was decided last?")
+ANSWER_TOKENS = 24
+OTHER_CHOICES = 0.15
+FLOAT_LIMIT = 1e-4
+_FLOAT_WHY = "float32 rounding, as a part of the largest magnitude"
+_INT8_WHY = "query and decode quantise activations to int8 in groups of 32, which PyTorch does not"
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Caches after one block, from the same cache before it."""
+
+    expected: EpisodeCache
+    found: EpisodeCache
+
+
+def language_checks(bundle: Bundle, target: str, engine: Engine, reference: Engine, decoder: Decoder) -> list[Check]:
+    """All checks of the language model's graphs. ``decoder`` holds the weights that ``reference`` computes with."""
+    manifest = bundle.manifest
+    history = bundle.episodes_file()
+    encode = bundle.text_tokenizer().encode
+    stream = TokenStream(manifest.template.prefix, encode, history.speakers, history.utterances)
+    models = [LanguageModel(e, manifest.shape, manifest.plan) for e in (reference, engine)]
+    prompt = history.episodes[0].prompt
+    steps = list(_steps(models[0], models[1], stream, prompt))
+    checks = [*_prefill_checks(target, steps), _full_attention_check(target, models[1], stream, decoder)]
+    checks += _logit_checks(target, models[0], models[1], steps[-1].expected, stream, manifest.plan.weights)
+    return checks
+
+
+def _steps(reference: LanguageModel, model: LanguageModel, stream: TokenStream, prompt: list[int]) -> Iterator[_Step]:
+    """The blocks up to the first eviction and ``EVICTING_BLOCKS`` behind it, the last one partial."""
+    plan, cache = reference.plan, EpisodeCache.empty(reference.shape, reference.plan)
+    evicting = 0
+    while cache.n_seen < len(stream) and evicting < EVICTING_BLOCKS:
+        early = cache.n_seen < plan.min_budget
+        length = min(plan.block, plan.min_budget - cache.n_seen) if early else plan.block
+        if not early:
+            evicting += 1
+            length = length if evicting < EVICTING_BLOCKS else length // 2 + 1
+        tokens = stream.tokens(cache.n_seen, min(cache.n_seen + length, len(stream)))
+        scorers = [] if early else prompt
+        step = _Step(reference.prefill(cache, tokens, scorers), model.prefill(cache, tokens, scorers))
+        yield step
+        cache = step.expected
+
+
+def _prefill_checks(target: str, steps: list[_Step]) -> list[Check]:
+    """Kept rows must be the same ones; keys and values are compared where they are."""
+    differing = sum(
+        int(np.setdiff1d(a, b).size)
+        for step in steps
+        for expected, found in zip(step.expected.src, step.found.src, strict=True)
+        for a, b in zip(expected, found, strict=True)
+    )
+    kept = sum(src.size for step in steps for src in step.expected.src)
+    checks = [
+        Check(target, "prefill", "kept_rows", differing, 0, f"rows of {kept} kept by PyTorch only, over {len(steps)} blocks")
+    ]
+    for name in ("k", "v"):
+        differences = [
+            relative_difference(_where_equal(f, step.found, step.expected), _where_equal(e, step.expected, step.found))
+            for step in steps
+            for e, f in zip(_layers(step.expected, name), _layers(step.found, name), strict=True)
+        ]
+        label = {"k": "keys", "v": "values"}[name]
+        checks.append(Check(target, "prefill", label, worst(differences), FLOAT_LIMIT, _FLOAT_WHY))
+    return checks
+
+
+def _layers(cache: EpisodeCache, name: str) -> list[tuple[int, np.ndarray]]:
+    return list(enumerate(cache.k if name == "k" else cache.v))
+
+
+def _where_equal(layer: tuple[int, np.ndarray], own: EpisodeCache, other: EpisodeCache) -> np.ndarray:
+    """Rows of one layer whose token both caches kept at the same place."""
+    index, rows = layer
+    return rows[own.src[index] == other.src[index]]
+
+
+def _full_attention_check(target: str, model: LanguageModel, stream: TokenStream, decoder: Decoder) -> Check:
+    """Before any eviction, prefill and query together are full attention over the whole text."""
+    plan = model.plan
+    seen = min(plan.min_budget, len(stream) - 1)
+    cache = EpisodeCache.empty(model.shape, plan)
+    while cache.n_seen < seen:
+        cache = model.prefill(cache, stream.tokens(cache.n_seen, min(cache.n_seen + plan.block, seen)), [])
+    end = min(seen + plan.query + 3, len(stream))
+    found = model.read(model.seal(cache), Tail.empty(model.shape, plan), stream.tokens(seen, end))
+    expected = dense_logits(decoder, torch.tensor(stream.tokens(0, end)))[-1].numpy()
+    if plan.weights == "int8":
+        return Check(target, "query", "full_attention_kl", kl_divergence(expected, found), 0.05, _INT8_WHY)
+    return Check(target, "query", "full_attention", relative_difference(found, expected), FLOAT_LIMIT, _FLOAT_WHY)
+
+
+def _logit_checks(
+    target: str, reference: LanguageModel, model: LanguageModel, cache: EpisodeCache, stream: TokenStream, weights: str
+) -> list[Check]:
+    """Logits behind the same evicted cache: a partial and a full chunk of the query graph, then single tokens."""
+    tokens = stream.tokens(0, min(2 * model.plan.query, len(stream)))[::-1]
+    results: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {"query": [], "decode": []}
+    tails = [Tail.empty(m.shape, m.plan) for m in (reference, model)]
+    sealed = reference.seal(cache)
+    for graph, start, end in (
+        ("query", 0, model.plan.query),
+        ("query", model.plan.query, model.plan.query + 2),
+        *(("decode", i, i + 1) for i in range(model.plan.query + 2, len(tokens))),
+    ):
+        expected, found = (m.read(sealed, t, tokens[start:end]) for m, t in zip((reference, model), tails, strict=True))
+        results[graph].append((expected, found))
+    checks = []
+    for graph, pairs in results.items():
+        if weights == "int8":
+            mean_kl = float(np.mean([kl_divergence(e, f) for e, f in pairs]))
+            checks.append(Check(target, graph, "logits_kl", mean_kl, 0.05, f"mean KL in nats; {_INT8_WHY}"))
+        else:
+            value = worst([relative_difference(f, e) for e, f in pairs])
+            checks.append(Check(target, graph, "logits", value, FLOAT_LIMIT, _FLOAT_WHY))
+    return checks
+
+
+def answer_check(bundle: Bundle, target: str, engine: Engine, reference: Engine) -> Check:
+    """Greedy answers to three questions, from routing to the last token, must be the same tokens.
+
+    With int8 activations the first near tie parts the answers for good, so there each next token is compared behind the
+    reference's own answer.
+    """
+    with bundle.session(engine=reference) as session:
+        expected = [session.ask(q, max_new_tokens=ANSWER_TOKENS) for q in PROBES]
+    total = sum(len(a.tokens) for a in expected)
+    if bundle.manifest.plan.weights == "int8":
+        wrong = sum(_other_choices(bundle, engine, q, a) for q, a in zip(PROBES, expected, strict=True))
+        why = f"part of {total} greedy choices behind the same tokens; {_INT8_WHY}"
+        return Check(target, "decode", "other_choices", wrong / max(total, 1), OTHER_CHOICES, why)
+    with bundle.session(engine=engine) as session:
+        found = [session.ask(q, max_new_tokens=ANSWER_TOKENS) for q in PROBES]
+    differing = sum(_differing(a.tokens, b.tokens) for a, b in zip(expected, found, strict=True))
+    return Check(target, "decode", "answer_tokens", differing, 0, f"of {total} greedy tokens in {len(PROBES)} answers")
+
+
+def _other_choices(bundle: Bundle, engine: Engine, question: str, answer: Answer) -> int:
+    """How often ``engine`` would choose another token than the ``answer`` has, reading the answer itself."""
+    manifest, record = bundle.manifest, bundle.episodes_file().episodes[answer.episode]
+    cache = read_cache(bundle.path / "episodes" / record.cache)
+    keys, _ = read_sealed(bundle.path / "episodes" / record.sealed)
+    model = LanguageModel(engine, manifest.shape, manifest.plan)
+    thread = Thread(answer.episode, SealedCache(keys, cache.v, cache.n_seen), Tail.empty(model.shape, model.plan))
+    tokens = bundle.text_tokenizer().encode(question)
+    logits = model.read(thread.sealed, thread.tail, thread.opening(manifest.template, tokens, []))
+    wrong = 0
+    for token in answer.tokens:
+        wrong += int(np.argmax(logits)) != token
+        logits = model.read(thread.sealed, thread.tail, [token])
+    return wrong
+
+
+def _differing(expected: list[int], found: list[int]) -> int:
+    """Tokens from the first difference on."""
+    same = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), min(len(expected), len(found)))
+    return max(len(expected), len(found)) - same

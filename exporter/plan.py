@@ -1,0 +1,118 @@
+"""The plan of a build: every number that fixes a shape, resolved and checked before any work."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from exporter.budgets import layer_budgets
+from exporter.models.config import DecoderConfig, EncoderConfig
+from runtime_py.errors import UsageError
+from runtime_py.manifest import GraphPlan, Template
+
+MIN_BUDGET, MIN_BLOCK = 64, 32
+SINKS_BEHIND_PREFIX = 4
+DEFAULT_ALPHA = 1.0
+GRANULARITY = 8
+
+
+@dataclass(frozen=True)
+class BuildPlan:
+    """What ``build`` was asked for. Counts are tokens; ``budget`` is kept rows per layer and KV head, averaged over layers."""
+
+    model: str = "smollm2-135m"
+    embedder: str = "minilm-l6"
+    budget: int = 512
+    targets: tuple[str, ...] = ("onnx",)
+    weights: str = "fp32"
+    out: Path = field(default_factory=Path)
+    block: int = 256
+    prompt: int = 256
+    tail: int = 512
+    query: int = 32
+    embed_length: int = 256
+    episodes: int = 4
+    alpha: float = DEFAULT_ALPHA
+    layers: int | None = None  # only the first layers of the model: for tests
+
+    def check(self, config: DecoderConfig, encoder: EncoderConfig) -> None:
+        """Refuse impossible numbers. Raises ``UsageError`` naming the flag, the value and what is allowed."""
+        context = config.context
+        limits = {
+            "--block": (self.block, MIN_BLOCK, context),
+            "--prompt": (self.prompt, 32, context),
+            "--tail": (self.tail, 64, context),
+            "--query": (self.query, 2, self.tail // 2),
+            "--episodes": (self.episodes, 1, 64),
+            "--budget": (self.budget, MIN_BUDGET, self._room(context)),
+        }
+        for flag, (value, low, high) in limits.items():
+            if high < low:
+                raise UsageError(
+                    f"--block {self.block} + --prompt {self.prompt}, or --tail {self.tail}, leave no room for the smallest "
+                    f"budget, {MIN_BUDGET}, in the {context} tokens the model was trained on. Lower them."
+                )
+            if not low <= value <= high:
+                raise UsageError(f"{flag} {value} is not possible: allowed are {low} to {high}.{self._hint(flag, value)}")
+        if not 0.0 <= self.alpha <= 16.0:
+            raise UsageError(f"--alpha {self.alpha} is not possible: allowed are 0 to 16.")
+        if not 16 <= self.embed_length <= encoder.positions:
+            raise UsageError(f"--embed-length {self.embed_length} is not possible: allowed are 16 to {encoder.positions}.")
+
+    def _room(self, context: int) -> int:
+        """The largest budget that fits when all layers get the same; unequal layers need a smaller one."""
+        return (context - max(self.block + self.prompt, self.tail)) // GRANULARITY * GRANULARITY
+
+    def _hint(self, flag: str, value: int) -> str:
+        if flag == "--budget" and value < MIN_BUDGET:
+            return " It is the number of kept rows a layer; try 512."
+        return ""
+
+    def resolve(self, config: DecoderConfig, sensitivities: Sequence[float], template: Template) -> GraphPlan:
+        """The numbers of the graphs. Raises ``UsageError`` with the largest value that fits, when the context is too short."""
+        around = len(template.turn_end) + len(template.question_prefix) + len(template.question_suffix)
+        if self.tail < 4 * around:
+            raise UsageError(f"--tail {self.tail} is too short: the template around a question takes {around}; allowed are {4 * around} and more.")
+        budgets = layer_budgets(sensitivities, self.budget, self.alpha, GRANULARITY)
+        excess = self._excess(budgets, config.context)
+        if excess > 0:
+            best = self._largest_budget(config, sensitivities)
+            advice = f"The largest --budget that fits is {best}" if best else "No budget fits; lower --block, --prompt, --tail"
+            raise UsageError(
+                f"--budget {self.budget} gives the largest layer {max(budgets)} rows; with block {self.block} + prompt "
+                f"{self.prompt} or tail {self.tail} that exceeds the {config.context} tokens the model was trained on. {advice}."
+            )
+        return GraphPlan(
+            budget=self.budget,
+            block=self.block,
+            prompt=self.prompt,
+            tail=self.tail,
+            query=self.query,
+            embed_length=self.embed_length,
+            episodes=self.episodes,
+            alpha=self.alpha,
+            granularity=GRANULARITY,
+            layer_budgets=budgets,
+            n_sinks=min(len(template.prefix) + SINKS_BEHIND_PREFIX, min(budgets) // 4),
+            weights=self.weights,
+            cache="fp32",
+        )
+
+    def _excess(self, budgets: list[int], context: int) -> int:
+        return max(budgets) + max(self.block + self.prompt, self.tail) - context
+
+    def _largest_budget(self, config: DecoderConfig, sensitivities: Sequence[float]) -> int:
+        for budget in range(self.budget // GRANULARITY * GRANULARITY, MIN_BUDGET - 1, -GRANULARITY):
+            if self._excess(layer_budgets(sensitivities, budget, self.alpha, GRANULARITY), config.context) <= 0:
+                return budget
+        return 0
+
+
+def parse_count(text: str) -> int:
+    """``"512"``, ``"4k"``, ``"4K"`` (k is 1,024). Raises ``UsageError`` for anything else."""
+    match = re.fullmatch(r"(\d{1,9})([kK]?)", text.strip())
+    if match is None:
+        raise UsageError(f"{text!r} is not a number of tokens. Write a whole number, like 512, or 4k for 4,096.")
+    return int(match[1]) * (1024 if match[2] else 1)

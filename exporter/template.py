@@ -1,0 +1,58 @@
+"""The chat template, rendered once at build time and cut into token lists: phones run no Jinja."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from exporter.checkpoints.base import Checkpoint
+from runtime_py.errors import WorkError
+from runtime_py.manifest import Template
+
+HISTORY_HEADER = "Below are past conversations. Use them to answer the question at the end.\n\n"
+QUESTION_PREFIX = "\nAnswer in one short sentence, from the conversations above.\nQuestion: "
+RECALL_PREFIX = "\nThe parts of the conversations nearest to the question:\n"
+
+_HISTORY, _QUESTION, _ANSWER, _NEXT = "@@history@@", "@@question@@", "@@answer@@", "@@next@@"
+
+
+def template_texts(checkpoint: Checkpoint) -> dict[str, str]:
+    """The pieces as text. Raises ``WorkError`` when the template does not keep the turns' texts in order."""
+    opening = [{"role": "user", "content": _HISTORY + _QUESTION}]
+    first = _render(checkpoint, opening)
+    turns = [*opening, {"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _NEXT}]
+    second = _render(checkpoint, turns)
+    before, _, after = first.partition(_HISTORY + _QUESTION)
+    _, found, rest = second.partition(_ANSWER)
+    between, found_next, _ = rest.partition(_NEXT)
+    if not after or not found or not found_next or not second.startswith(before + _HISTORY + _QUESTION):
+        raise WorkError("The chat template does not keep the texts of the turns in order; an instruction-tuned model is needed.")
+    return {
+        "prefix": before + HISTORY_HEADER,
+        "question_prefix": QUESTION_PREFIX,
+        "question_suffix": after,
+        "turn_end": between,
+        "recall_prefix": RECALL_PREFIX,
+    }
+
+
+def _render(checkpoint: Checkpoint, turns: list[dict[str, str]]) -> str:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        rendered, _ = render_jinja_template(
+            conversations=[turns],
+            chat_template=checkpoint.chat_template(),
+            add_generation_prompt=True,
+            **checkpoint.special_tokens(),
+        )
+    except WorkError:
+        raise
+    except Exception as error:  # a template may raise anything; it runs in a sandbox
+        raise WorkError(f"The chat template of the checkpoint cannot be rendered: {error}") from error
+    return str(rendered[0])
+
+
+def cut_template(checkpoint: Checkpoint, encode_template: Callable[[str], list[int]]) -> Template:
+    """The template as token ids; ``encode_template`` recognises special tokens and adds none."""
+    pieces = {name: encode_template(text) for name, text in template_texts(checkpoint).items()}
+    return Template(**pieces, stop_ids=checkpoint.stop_ids())
