@@ -17,9 +17,7 @@ def layer_budgets(sensitivities: Sequence[float], budget: int, alpha: float, gra
     """
     if budget % granularity:
         low = budget // granularity * granularity
-        raise UsageError(
-            f"Budget {budget} is not a multiple of {granularity} rows. Nearest: {low} or {low + granularity}."
-        )
+        raise UsageError(f"Budget {budget} is not a multiple of {granularity} rows. Nearest: {low} or {low + granularity}.")
     total = len(sensitivities) * (budget // granularity)  # in units of the granularity from here on
     floor = -(-budget * FLOOR // granularity)
     shares = _water_fill([max(1.0 - s, 0.0) ** alpha for s in sensitivities], float(total), floor)

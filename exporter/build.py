@@ -94,9 +94,7 @@ def build_bundle(plan: BuildPlan, history: History, stages: Stages, replace: boo
     return checks
 
 
-def _prepare(
-    plan: BuildPlan, checkpoint: Checkpoint, encoder: EncoderFolder, folder: Path, stages: Stages
-) -> _Inputs:
+def _prepare(plan: BuildPlan, checkpoint: Checkpoint, encoder: EncoderFolder, folder: Path, stages: Stages) -> _Inputs:
     """Read weights, find or measure the sensitivities, resolve the plan, write tokenizers and layer budgets."""
     config = checkpoint.config
     if plan.layers is not None:
@@ -119,9 +117,7 @@ def _prepare(
     models = Models(checkpoint, decoder, load_encoder(encoder.config, encoder.tensor))
     if not sensitivities:
         stages.note("no stored profile of this model: calibrating")
-        profile: dict[str, Any] = measure_profile(
-            decoder, tokenizer.encode, source.model, source.weights_sha256, stages.note
-        )
+        profile: dict[str, Any] = measure_profile(decoder, tokenizer.encode, source.model, source.weights_sha256, stages.note)
         sensitivities = profile["sensitivities"]
     graph_plan = plan.resolve(config, sensitivities, template)
     shape = model_shape(config)
@@ -175,10 +171,12 @@ def _build_episodes(folder: Path, history: History, stages: Stages) -> None:
     def report(episode: int, done: int, total: int) -> None:
         stages.count("shared tokens" if episode < 0 else f"episode {episode}: tokens", done, total)
 
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-store-") as scratch:
-        with Store.create(Path(scratch) / "store", "build", history.speakers) as store:
-            segments, labels = fill_store(store, history, tools, stages.note, report, checkpoint=False)
-            write_episodes(store, segments, labels, folder)
+    with (
+        tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-store-") as scratch,
+        Store.create(Path(scratch) / "store", "build", history.speakers) as store,
+    ):
+        segments, labels = fill_store(store, history, tools, stages.note, report, checkpoint=False)
+        write_episodes(store, segments, labels, folder)
     engine.close()
 
 

@@ -16,7 +16,7 @@ from runtime_py.episodes.clustering import cluster_store
 from runtime_py.episodes.history import History
 from runtime_py.episodes.reader import EpisodeReader, ReadProgress
 from runtime_py.episodes.rendering import Encode, TokenStream
-from runtime_py.episodes.segments import Segment
+from runtime_py.episodes.segments import Segment, make_segments
 from runtime_py.episodes.store import Store
 from runtime_py.language_model import LanguageModel
 from runtime_py.manifest import Template
@@ -41,11 +41,17 @@ def fill_store(
     progress: ReadProgress = lambda _episode, _done, _total: None,
     checkpoint: bool = True,
 ) -> tuple[list[Segment], list[int]]:
-    """Put ``history`` into an empty store (or go on with a killed attempt), cluster it and read every episode."""
+    """Put ``history`` into an empty store, cluster it and read every episode; or go on where a killed attempt was.
+
+    Returns the segments and the episode of each; no episodes when the store was clustered before.
+    """
     plan = tools.model.plan
     if not store.utterances():
         store.append(history.utterances)
-    segments, labels = cluster_store(store, tools.embedder, tools.encode, plan)
+    labels: list[int] = []
+    segments = make_segments(store.utterances())
+    if not store.episodes():
+        segments, labels = cluster_store(store, tools.embedder, tools.encode, plan)
     count = len(store.episodes())
     if count < plan.episodes:
         notes(f"{count} episodes instead of {plan.episodes}: the history has only {len(segments)} different segments")

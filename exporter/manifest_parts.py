@@ -8,7 +8,17 @@ from typing import Any
 from exporter.models.config import DecoderConfig
 from runtime_py.manifest import GraphPlan, ModelShape
 
-_LIBRARIES = ("torch", "onnx", "onnxscript", "onnx-ir", "onnxruntime", "transformers", "tokenizers", "safetensors", "numpy")
+_LIBRARIES = (
+    "torch",
+    "onnx",
+    "onnxscript",
+    "onnx-ir",
+    "onnxruntime",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+)
 
 
 def model_shape(config: DecoderConfig) -> ModelShape:

@@ -74,7 +74,10 @@ class BuildPlan:
         """The numbers of the graphs. Raises ``UsageError`` with the largest value that fits, when the context is too short."""
         around = len(template.turn_end) + len(template.question_prefix) + len(template.question_suffix)
         if self.tail < 4 * around:
-            raise UsageError(f"--tail {self.tail} is too short: the template around a question takes {around}; allowed are {4 * around} and more.")
+            raise UsageError(
+                f"--tail {self.tail} is too short: the template around a question takes {around} tokens; "
+                f"allowed are {4 * around} and more."
+            )
         budgets = layer_budgets(sensitivities, self.budget, self.alpha, GRANULARITY)
         excess = self._excess(budgets, config.context)
         if excess > 0:

@@ -30,4 +30,4 @@ class StoreError(WorkError):
 class Cancelled(EpiCacheError):
     """The caller asked to stop; everything finished so far is kept."""
 
-    exit_code = 130
+    exit_code = 1

@@ -85,9 +85,7 @@ class Session:
 
     # Asking.
 
-    def ask(
-        self, question: str, on_text: Callable[[str], None] | None = None, max_new_tokens: int | None = None
-    ) -> Answer:
+    def ask(self, question: str, on_text: Callable[[str], None] | None = None, max_new_tokens: int | None = None) -> Answer:
         """Answer ``question`` from the episode nearest to it; ``on_text`` gets the text as it grows.
 
         Raises ``UsageError`` for an empty question and ``WorkError`` where the store or the engine fails.
@@ -153,9 +151,7 @@ class Session:
         self._remember(thread.turns)
         elapsed = time.monotonic() - ready
         rate = len(produced) / elapsed if produced and elapsed > 0 else 0.0
-        return Answer(
-            answer.strip(), match.episode, match.similarities, thread.stop_reason, produced, rate, first, queued, notes
-        )
+        return Answer(answer.strip(), match.episode, match.similarities, thread.stop_reason, produced, rate, first, queued, notes)
 
     def _thread_for(self, episode: int, question: list[int]) -> Thread:
         """The running thread where the question fits into it, else a new one; finished turns then go to the log."""
@@ -199,9 +195,7 @@ class Session:
         log = self._store.utterances()
         last = log[-1] if log else Utterance(0, date or "", speaker, "")
         new_session = bool(log) and date is not None and date != last.date
-        utterance = clean_utterance(
-            Utterance(last.session + new_session, date if date is not None else last.date, speaker, text)
-        )
+        utterance = clean_utterance(Utterance(last.session + new_session, date if date is not None else last.date, speaker, text))
         if utterance is None:
             return False
         self._end_thread()
@@ -283,14 +277,10 @@ class Session:
     # Inside.
 
     def _load_stream(self) -> None:
-        self._stream = TokenStream(
-            self._template.prefix, self._tokenizer.encode, self._store.speakers, self._store.utterances()
-        )
+        self._stream = TokenStream(self._template.prefix, self._tokenizer.encode, self._store.speakers, self._store.utterances())
 
     def _reader(self) -> EpisodeReader:
-        return EpisodeReader(
-            self._model, self._store, self._stream, self._cancel.is_set, lambda *args: self.progress(*args)
-        )
+        return EpisodeReader(self._model, self._store, self._stream, self._cancel.is_set, lambda *args: self.progress(*args))
 
     def _centroids(self) -> F32:
         centroids = self._store.centroids()

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from exporter.checkpoints.base import Checkpoint
 from exporter.checkpoints.hf_folder import EncoderFolder
 from exporter.template import template_texts
+from runtime_py.errors import WorkError
 from runtime_py.manifest import EmbedderInfo
 from runtime_py.tokenizer import SentenceTokenizer, TextTokenizer
 
@@ -49,8 +50,10 @@ def write_tokenizers(checkpoint: Checkpoint, encoder: EncoderFolder, info: Embed
 def embedder_info(encoder: EncoderFolder, length: int) -> EmbedderInfo:
     """Ids around a text, read from the tokenizer itself."""
     tokenizer = Tokenizer.from_str(encoder.tokenizer_json())
-    ids = {name: tokenizer.token_to_id(f"[{name}]") for name in ("CLS", "SEP", "PAD")}
-    return EmbedderInfo(encoder.model, encoder.config.hidden, length, ids["CLS"], ids["SEP"], ids["PAD"])
+    ids = [tokenizer.token_to_id(token) for token in ("[CLS]", "[SEP]", "[PAD]")]
+    if None in ids:
+        raise WorkError(f"The tokenizer of {encoder.model} has no [CLS], [SEP] and [PAD]; a BERT tokenizer is needed.")
+    return EmbedderInfo(encoder.model, encoder.config.hidden, length, *(int(i) for i in ids if i is not None))
 
 
 def _json(value: object) -> str:

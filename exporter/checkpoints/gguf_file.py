@@ -41,9 +41,8 @@ class GGUFCheckpoint:
         try:
             self._reader = GGUFReader(path)
         except Exception as error:  # the reader raises whatever its numpy slices raise on a damaged file
-            raise WorkError(
-                f"{path} is not a readable GGUF file ({error or type(error).__name__}); it may be cut short. Copy it again."
-            ) from error
+            why = str(error) or type(error).__name__
+            raise WorkError(f"{path} is no readable GGUF file ({why}); it may be cut short. Copy it again.") from error
         self._tensors = {t.name: t for t in self._reader.tensors}
         self.config = self._read_config()
 
@@ -102,6 +101,7 @@ class GGUFCheckpoint:
 
         tokenizer = AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name, local_files_only=True)
         data = json.loads(tokenizer.backend_tokenizer.to_str())
+        data["post_processor"] = None  # the only thing it could add is a BOS
         if self._field("tokenizer.ggml.pre", "default") == "smollm":
             # llama.cpp's 'smollm' pre-tokenizer isolates digits; transformers drops that part of the GGUF.
             digits = {"type": "Digits", "individual_digits": True}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,7 @@ class WeightFolder:
         if not self.files:
             pickles = sorted(p.name for p in folder.glob("*.bin"))
             why = f" {pickles[0]} is a pickle, which can run code when read;" if pickles else ""
-            raise WorkError(
-                f"{folder} has no .safetensors file.{why} convert the weights with transformers' save_pretrained()."
-            )
+            raise WorkError(f"{folder} has no .safetensors file.{why} convert the weights with transformers' save_pretrained().")
         self._where: dict[str, Path] = {}
         for file in self.files:
             try:
@@ -41,29 +40,51 @@ class WeightFolder:
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
-    def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
-        """One tensor as float32. Raises ``WorkError`` when it is missing or not of ``shape``."""
+    def tensor(self, name: str) -> Tensor:
+        """One tensor as float32. Raises ``WorkError`` when it is missing."""
         if name not in self._where:
             files = ", ".join(f.name for f in self.files)
             raise WorkError(f"{self.folder} has no tensor {name!r} in {files}; a shard may be missing.")
         with safe_open(self._where[name], framework="pt") as handle:
             found: Tensor = handle.get_tensor(name)
-        if shape is not None and tuple(found.shape) != shape:
-            raise WorkError(f"{self._where[name]}: {name} has the shape {tuple(found.shape)}, config.json says {shape}.")
         return found.to(torch.float32)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ``WorkError`` naming the file."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise WorkError(f"{path} is missing; the folder is not a complete checkpoint.") from None
-    except (OSError, ValueError) as error:
-        raise WorkError(f"{path} cannot be read ({error}). Copy or download it again.") from error
-    if not isinstance(data, dict):
-        raise WorkError(f"{path} holds no JSON object.")
-    return data
+@dataclass(frozen=True)
+class JsonObject:
+    """A JSON object of the file ``path``, whose values are checked as they are read."""
+
+    path: Path
+    data: dict[str, Any]
+
+    @staticmethod
+    def read(path: Path) -> JsonObject:
+        """The object that is the whole of a file. Raises ``WorkError`` naming the file."""
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise WorkError(f"{path} is missing; the folder is not a complete checkpoint.") from None
+        except (OSError, ValueError) as error:
+            raise WorkError(f"{path} cannot be read ({error}). Copy or download it again.") from error
+        if not isinstance(data, dict):
+            raise WorkError(f"{path} holds no JSON object. Copy or download it again.")
+        return JsonObject(path, data)
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A whole number above 0; ``default`` stands for an absent or null value. Raises ``WorkError`` otherwise."""
+        value = self.data.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise WorkError(f"{self.path}: {key} is {value!r}; a positive whole number is expected.")
+        return value
+
+    def real(self, key: str, default: float | None = None) -> float:
+        """A number above 0; ``default`` stands for an absent or null value. Raises ``WorkError`` otherwise."""
+        value = self.data.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise WorkError(f"{self.path}: {key} is {value!r}; a number above 0 is expected.")
+        return float(value)
 
 
 class HFCheckpoint:
@@ -72,21 +93,16 @@ class HFCheckpoint:
     def __init__(self, folder: Path, model: str) -> None:
         self.folder, self.model = folder, model
         self._weights = WeightFolder(folder)
-        self._json = read_json(folder / "config.json")
+        self._json = JsonObject.read(folder / "config.json")
         self.config = self._read_config()
 
-    def _number(self, key: str) -> int:
-        value = self._json.get(key)
-        if not isinstance(value, int) or value < 1:
-            raise WorkError(f"{self.folder / 'config.json'}: {key} is {value!r}; a positive whole number is expected.")
-        return value
-
     def _read_config(self) -> DecoderConfig:
-        data, where = self._json, self.folder / "config.json"
+        file, where = self._json, self._json.path
+        data = file.data
         if data.get("model_type") != "llama":
             raise WorkError(f"{where}: model_type is {data.get('model_type')!r}; supported is 'llama'.")
         rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
+        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
         for feature, found in {
             f"RoPE scaling {kind!r}": kind != "default",
             "attention biases": data.get("attention_bias", False),
@@ -96,20 +112,21 @@ class HFCheckpoint:
         }.items():
             if found:
                 raise WorkError(f"{where}: {feature} is not supported; supported is plain llama with SiLU.")
-        heads, hidden = self._number("num_attention_heads"), self._number("hidden_size")
+        heads, hidden = file.count("num_attention_heads"), file.count("hidden_size")
         return DecoderConfig(
             architecture="llama",
-            n_layers=self._number("num_hidden_layers"),
+            n_layers=file.count("num_hidden_layers"),
             n_heads=heads,
-            n_kv_heads=int(data.get("num_key_value_heads") or heads),
-            head_dim=int(data.get("head_dim") or hidden // heads),
+            n_kv_heads=file.count("num_key_value_heads", heads),
+            head_dim=file.count("head_dim", hidden // heads),
             hidden=hidden,
-            ffn=self._number("intermediate_size"),
-            vocab_size=self._number("vocab_size"),
-            context=self._number("max_position_embeddings"),
-            rope_theta=float(rope.get("rope_theta", data.get("rope_theta", 10000.0))),
-            norm_eps=float(data.get("rms_norm_eps", 1e-6)),
-            tied=bool(data.get("tie_word_embeddings", False)) or "lm_head.weight" not in self._weights,
+            ffn=file.count("intermediate_size"),
+            vocab_size=file.count("vocab_size"),
+            context=file.count("max_position_embeddings"),
+            rope_theta=JsonObject(where, rope).real("rope_theta", file.real("rope_theta", 10000.0)),
+            norm_eps=file.real("rms_norm_eps", 1e-6),
+            # Only what the file says: a head that is absent without being tied is in a shard that was lost.
+            tied=bool(data.get("tie_word_embeddings", False)),
         )
 
     def tensor(self, name: str) -> Tensor:
@@ -124,7 +141,9 @@ class HFCheckpoint:
             raise WorkError(f"{self.folder} has no usable tokenizer ({error}). tokenizer.json is needed.") from error
 
     def tokenizer_json(self) -> str:
-        return str(self._tokenizer().backend_tokenizer.to_str())
+        data = json.loads(self._tokenizer().backend_tokenizer.to_str())
+        data["post_processor"] = None  # the only thing it could add is a BOS
+        return json.dumps(data, ensure_ascii=False)
 
     def chat_template(self) -> str:
         template = self._tokenizer().chat_template
@@ -137,8 +156,8 @@ class HFCheckpoint:
 
     def stop_ids(self) -> list[int]:
         generation = self.folder / "generation_config.json"
-        ids = read_json(generation).get("eos_token_id") if generation.exists() else None
-        ids = self._json.get("eos_token_id") if ids is None else ids
+        ids = JsonObject.read(generation).data.get("eos_token_id") if generation.exists() else None
+        ids = self._json.data.get("eos_token_id") if ids is None else ids
         found = {int(i) for i in (ids if isinstance(ids, list) else [ids]) if i is not None}
         end = self._tokenizer().eos_token_id
         return sorted(found | ({int(end)} if end is not None else set()))
@@ -155,18 +174,20 @@ class EncoderFolder:
     def __init__(self, folder: Path, model: str, licence: str) -> None:
         self.folder, self.model, self.licence = folder, model, licence
         self._weights = WeightFolder(folder)
-        data = read_json(folder / "config.json")
-        if data.get("model_type") != "bert" or data.get("hidden_act") != "gelu":
-            raise WorkError(f"{folder}: model_type {data.get('model_type')!r} is not supported; supported is 'bert'.")
+        file = JsonObject.read(folder / "config.json")
+        for key, wanted in {"model_type": "bert", "hidden_act": "gelu"}.items():
+            if file.data.get(key) != wanted:
+                raise WorkError(f"{file.path}: {key} is {file.data.get(key)!r}; supported is {wanted!r}.")
+        _check_pooling(folder)
         self.config = EncoderConfig(
-            n_layers=int(data["num_hidden_layers"]),
-            n_heads=int(data["num_attention_heads"]),
-            hidden=int(data["hidden_size"]),
-            ffn=int(data["intermediate_size"]),
-            vocab_size=int(data["vocab_size"]),
-            positions=int(data["max_position_embeddings"]),
-            token_types=int(data["type_vocab_size"]),
-            norm_eps=float(data["layer_norm_eps"]),
+            n_layers=file.count("num_hidden_layers"),
+            n_heads=file.count("num_attention_heads"),
+            hidden=file.count("hidden_size"),
+            ffn=file.count("intermediate_size"),
+            vocab_size=file.count("vocab_size"),
+            positions=file.count("max_position_embeddings"),
+            token_types=file.count("type_vocab_size"),
+            norm_eps=file.real("layer_norm_eps"),
         )
 
     def tensor(self, name: str) -> Tensor:
@@ -184,3 +205,15 @@ class EncoderFolder:
         files = " ".join(f.name for f in self._weights.files)
         digest = sha256_of(self._weights.files)
         return Source(self.model, self.folder.name, "safetensors", files, digest, self.licence)
+
+
+def _check_pooling(folder: Path) -> None:
+    """Refuse a sentence-transformers folder that pools otherwise than by the mean; a plain BERT folder says nothing."""
+    path = folder / "1_Pooling" / "config.json"
+    if not path.exists():
+        return
+    data = JsonObject.read(path).data
+    older = [key.removeprefix("pooling_mode_").removesuffix("_tokens") for key, on in data.items() if on is True]
+    mode = data.get("pooling_mode", "+".join(older))
+    if mode != "mean":
+        raise WorkError(f"{path}: the pooling is {mode!r}; supported is 'mean'.")

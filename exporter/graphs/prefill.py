@@ -54,9 +54,7 @@ class PrefillGraph(nn.Module):
         masks = {m: self._masks(m, n_tokens, n_prompt, n_seen) for m in sorted(set(plan.layer_budgets))}
         x = decoder.embedding(torch.cat([tokens[0], prompt[0]]).to(torch.int64))
         kept: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
-        for layer, cache_k, cache_v, cache_src, budget in zip(
-            decoder.layers, k, v, src, plan.layer_budgets, strict=True
-        ):
+        for layer, cache_k, cache_v, cache_src, budget in zip(decoder.layers, k, v, src, plan.layer_budgets, strict=True):
             assert isinstance(layer, DecoderLayer)
             mask = masks[budget]
             q, new_k, new_v = layer.project(x)

@@ -40,9 +40,7 @@ class QueryGraph(nn.Module):
         in_tail = torch.arange(plan.tail, dtype=torch.int32) < n_tail
         recent = torch.cat([in_tail.expand(rows, plan.tail), causal(rows, n_tokens)], dim=1)
         masks = {
-            m: additive(torch.cat([cached_rows(m, n_seen).expand(rows, m), recent], dim=1)).repeat(
-                decoder.config.group, 1
-            )
+            m: additive(torch.cat([cached_rows(m, n_seen).expand(rows, m), recent], dim=1)).repeat(decoder.config.group, 1)
             for m in sorted(set(plan.layer_budgets))
         }
         x = decoder.embedding(tokens[0].to(torch.int64))

@@ -9,7 +9,7 @@ from runtime_py.errors import WorkError
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A Llama-like decoder. ``context`` is the length in tokens it was trained on; ``tied`` shares embedding and head."""
+    """A Llama-like decoder. ``context`` is the trained length in tokens; ``tied`` shares embedding and head."""
 
     architecture: str
     n_layers: int

@@ -1,4 +1,4 @@
-"""The decoder as its parts: the graphs decide how attention reads caches, so a layer offers projections, not a forward."""
+"""The decoder as its parts: graphs decide how attention reads caches, so a layer offers projections, not a forward."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from exporter.models.config import DecoderConfig
+from exporter.models.loading import load_weights
 
 
 class RMSNorm(nn.Module):
@@ -96,13 +97,13 @@ def checkpoint_names(config: DecoderConfig) -> dict[str, str]:
 
 
 def load_decoder(config: DecoderConfig, tensor: Callable[[str], Tensor]) -> Decoder:
-    """Build a decoder whose weights are read one by one with ``tensor(checkpoint name)``, each float32."""
+    """Build a decoder whose weights are read one by one with ``tensor(checkpoint name)``, each float32.
+
+    Raises ``WorkError`` when a tensor does not fit ``config``.
+    """
     with torch.device("meta"):
         decoder = Decoder(config)
-    state = {ours: tensor(theirs) for ours, theirs in checkpoint_names(config).items()}
-    if config.tied:
-        state["head.weight"] = state["embedding.weight"]
-    decoder.load_state_dict(state, strict=True, assign=True)
+    load_weights(decoder, checkpoint_names(config), tensor)
     if config.tied:
         decoder.head.weight = decoder.embedding.weight
     return decoder.requires_grad_(False).eval()

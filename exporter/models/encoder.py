@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from exporter.models.config import EncoderConfig
+from exporter.models.loading import load_weights
 
 
 class EncoderLayer(nn.Module):
@@ -30,8 +31,7 @@ class EncoderLayer(nn.Module):
         """``mask [S]`` is additive over the keys."""
         rows = x.shape[0]
         q, k, v = (
-            part(x).view(rows, self.n_heads, self.head_dim).permute(1, 0, 2)
-            for part in (self.query, self.key, self.value)
+            part(x).view(rows, self.n_heads, self.head_dim).permute(1, 0, 2) for part in (self.query, self.key, self.value)
         )
         weights = torch.softmax(torch.bmm(q * self.head_dim**-0.5, k.transpose(1, 2)) + mask, dim=-1)
         attended = torch.bmm(weights, v).permute(1, 0, 2).reshape(rows, -1)
@@ -81,9 +81,11 @@ def checkpoint_names(config: EncoderConfig) -> dict[str, str]:
 
 
 def load_encoder(config: EncoderConfig, tensor: Callable[[str], Tensor]) -> Encoder:
-    """Build an encoder whose weights are read one by one with ``tensor(checkpoint name)``, each float32."""
+    """Build an encoder whose weights are read one by one with ``tensor(checkpoint name)``, each float32.
+
+    Raises ``WorkError`` when a tensor does not fit ``config``.
+    """
     with torch.device("meta"):
         encoder = Encoder(config)
-    state = {ours: tensor(theirs) for ours, theirs in checkpoint_names(config).items()}
-    encoder.load_state_dict(state, strict=True, assign=True)
+    load_weights(encoder, checkpoint_names(config), tensor)
     return encoder.requires_grad_(False).eval()

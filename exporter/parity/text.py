@@ -70,7 +70,14 @@ def text_checks(bundle: Bundle, checkpoint: Checkpoint) -> list[Check]:
     return [
         Check("bundle", "tokenizer", "text_vectors", wrong, 0, many),
         Check("bundle", "tokenizer", "embedder_vectors", wrong_sentences, 0, f"of {len(golden['embedder'])} texts"),
-        Check("bundle", "template", "pieces", wrong_pieces, 0, f"of {len(texts)} pieces that differ from the rendered template"),
+        Check(
+            "bundle",
+            "template",
+            "pieces",
+            wrong_pieces,
+            0,
+            f"of {len(texts)} pieces that differ from the rendered template",
+        ),
     ]
 
 

@@ -40,9 +40,7 @@ class TorchEngine:
         self._modules, self._signatures = modules, graph_signatures
 
     @staticmethod
-    def create(
-        decoder: Decoder, encoder: Encoder, shape: ModelShape, plan: GraphPlan, embedder: EmbedderInfo
-    ) -> TorchEngine:
+    def create(decoder: Decoder, encoder: Encoder, shape: ModelShape, plan: GraphPlan, embedder: EmbedderInfo) -> TorchEngine:
         """An engine over float32 models, quantised as ``plan.weights`` says; the models given are left as they are."""
         if plan.weights == "int8":
             decoder = fake_quantize_(copy.deepcopy(decoder))

@@ -15,7 +15,7 @@ from exporter.checkpoints.hf_folder import EncoderFolder
 from exporter.models.decoder import Decoder, load_decoder
 from exporter.models.dense import dense_logits
 from exporter.models.encoder import Encoder, load_encoder
-from exporter.models.registry import DECODERS, ENCODERS, open_decoder, open_encoder
+from exporter.models.registry import DECODERS, ENCODERS, Preset, open_decoder, open_encoder
 from exporter.parity.checks import Check
 from exporter.parity.language import answer_check, language_checks
 from exporter.parity.text import embedder_checks, episode_checks, text_checks
@@ -54,10 +54,10 @@ def load_models(manifest: Manifest, model: str | None = None, embedder: str | No
     return Models(checkpoint, load_decoder(config, checkpoint.tensor), load_encoder(folder.config, folder.tensor))
 
 
-def _preset(model: str, presets: dict, flag: str) -> str:  # type: ignore[type-arg]
+def _preset(model: str, presets: dict[str, Preset], flag: str) -> str:
     for name, preset in presets.items():
         if preset.model == model:
-            return str(name)
+            return name
     raise WorkError(f"The bundle was made of {model!r}, which is no preset. Say where it is with {flag} FOLDER.")
 
 

@@ -26,9 +26,7 @@ class OnnxEngine:
         if graph not in self._sessions:
             path = self._folder / self._manifest.targets[self.name].graphs[graph]
             try:
-                self._sessions[graph] = ort.InferenceSession(
-                    str(path), self._options(graph), providers=["CPUExecutionProvider"]
-                )
+                self._sessions[graph] = ort.InferenceSession(str(path), self._options(graph), providers=["CPUExecutionProvider"])
             except Exception as error:  # ONNX Runtime's exception types share no base but Exception
                 raise BundleError(
                     f"{path} cannot be loaded by onnxruntime {ort.__version__} ({error}). The bundle needs "

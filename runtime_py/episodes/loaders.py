@@ -269,10 +269,7 @@ def _longmemeval_category(entry: Json, where: str) -> str:
 
 def _parse_plain(entry: Json, where: str) -> Parsed:
     """Our own layout; ``id`` of an utterance and ``qa`` (as in LoCoMo) are optional."""
-    names = [
-        _text(each, f"{where}.speakers[{i}]")
-        for i, each in enumerate(_list(entry.get("speakers"), f"{where}.speakers"))
-    ]
+    names = [_text(each, f"{where}.speakers[{i}]") for i, each in enumerate(_list(entry.get("speakers"), f"{where}.speakers"))]
     utterances = []
     for number, item in enumerate(_list(entry["sessions"], f"{where}.sessions")):
         place = f"{where}.sessions[{number}]"

@@ -79,17 +79,14 @@ class TokenStream:
         """Ids of the tokens ``[start, stop)``. Raises ``UsageError`` outside 0 to the length of the stream."""
         if not 0 <= start <= stop <= len(self._tokens):
             raise UsageError(
-                f"Tokens {start} to {stop} were asked for; the history has {len(self._tokens)}. "
-                "Ask for a range within it."
+                f"Tokens {start} to {stop} were asked for; the history has {len(self._tokens)}. Ask for a range within it."
             )
         return self._tokens[start:stop]
 
     def utterance_at(self, token_index: int) -> int | None:
         """Index of the utterance a token belongs to, None in prefix and header. Raises ``UsageError`` outside."""
         if not 0 <= token_index < len(self._tokens):
-            raise UsageError(
-                f"Token {token_index} was asked for; the history has {len(self._tokens)}. Ask for one within it."
-            )
+            raise UsageError(f"Token {token_index} was asked for; the history has {len(self._tokens)}. Ask for one within it.")
         found = bisect_right(self._starts, token_index) - 1
         return found if found >= 0 else None
 
@@ -97,7 +94,6 @@ class TokenStream:
         """Index of an utterance's first token, its date line included. Raises ``UsageError`` for an unknown one."""
         if not 0 <= utterance_index < len(self._starts):
             raise UsageError(
-                f"Utterance {utterance_index} was asked for; the history has {len(self._starts)}. "
-                "Ask for one within it."
+                f"Utterance {utterance_index} was asked for; the history has {len(self._starts)}. Ask for one within it."
             )
         return self._starts[utterance_index]

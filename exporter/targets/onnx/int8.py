@@ -46,14 +46,14 @@ def quantize_model(model: ir.Model, codes: Int8Codes, name: str) -> None:
     for node in list(graph):
         position = {"Gemm": 1, "Gather": 0}.get(node.op_type)
         weight = node.inputs[position] if position is not None else None
-        if weight is None or weight.name not in graph.initializers:
+        label = weight.name if weight is not None else None
+        quantized = codes.get(label) if label is not None and label in graph.initializers else None
+        if label is None or quantized is None:
             continue
-        quantized = codes.get(weight.name)
-        if quantized is not None:
-            if node.op_type == "Gather":
-                _gather(graph, node, weight.name, quantized)
-            else:
-                _matmul(graph, node, weight.name, quantized, accuracy)
+        if node.op_type == "Gather":
+            _gather(graph, node, label, quantized)
+        else:
+            _matmul(graph, node, label, quantized, accuracy)
     for name in [n for n, value in graph.initializers.items() if not value.uses()]:
         del graph.initializers[name]
 

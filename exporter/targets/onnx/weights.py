@@ -35,7 +35,7 @@ class WeightsFile:
                 offset=self._offsets[key],
                 length=len(data),
                 dtype=tensor.dtype,
-                shape=ir.Shape(tensor.shape),
+                shape=ir.Shape(tensor.numpy().shape),
                 name=name,
                 base_dir=self.path.parent,
             )

@@ -1,0 +1,93 @@
+"""``build``: from a model to a verified bundle."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.resources import files
+from pathlib import Path
+
+from exporter.build import build_bundle
+from exporter.cli.options import count, print_json
+from exporter.console import Stages, folder_bytes
+from exporter.models.registry import DECODERS
+from exporter.plan import BuildPlan
+from exporter.targets import TARGETS, installed_targets, target
+from runtime_py.episodes.history import History
+from runtime_py.episodes.loaders import load_history
+
+SAMPLE = "sample_conversation.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags and their defaults, which are those of ``BuildPlan``."""
+    plan = BuildPlan()
+    parser.add_argument("--model", default=plan.model, help=f"preset ({', '.join(DECODERS)}), .gguf file or folder")
+    parser.add_argument("--embedder", default=plan.embedder, help=f"preset or folder (default: {plan.embedder})")
+    parser.add_argument("--budget", type=count, default=plan.budget, metavar="M", help="kept rows a layer: 512, 4k")
+    parser.add_argument("--targets", help=f"comma-separated, of {', '.join(TARGETS)} (default: all that are installed)")
+    weights = sorted({w for name in installed_targets() for w in target(name).weights})
+    parser.add_argument("--weights", default=plan.weights, choices=weights, help=f"default: {plan.weights}")
+    parser.add_argument("--out", type=Path, help="folder of the bundle (default: dist/<model>-<budget>)")
+    parser.add_argument("--replace", action="store_true", help="replace a folder that exists")
+    parser.add_argument("--history", type=Path, help="conversation to read (default: the sample conversation)")
+    parser.add_argument("--index", type=int, default=0, help="which conversation of the file (default: 0)")
+    for name, what in {
+        "block": "tokens read at once",
+        "prompt": "tokens of the patched prompt",
+        "tail": "free rows behind the compressed cache",
+        "query": "question tokens read at once",
+        "episodes": "number of episodes",
+        "embed-length": "tokens the sentence encoder reads",
+    }.items():
+        default = getattr(plan, name.replace("-", "_"))
+        parser.add_argument(f"--{name}", type=count, default=default, metavar="N", help=f"{what} (default: {default})")
+    parser.add_argument("--alpha", type=float, default=plan.alpha, help=f"sharpness of the layer budgets ({plan.alpha})")
+    parser.add_argument("--layers", type=count, metavar="N", help="use only the first N layers: quick trials, no sense")
+    parser.add_argument("--json", action="store_true", help="print the checks as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Build; returns 0."""
+    stages = Stages()
+    plan = _plan(options)
+    history = read_history(options.history, options.index, stages)
+    for name, value in vars(plan).items():
+        stages.line(f"{name:>13} {','.join(value) if isinstance(value, tuple) else value}")
+    checks = build_bundle(plan, history, stages, options.replace)
+    if options.json:
+        print_json({"pass": True, "out": str(plan.out), "checks": [c.to_json() for c in checks]})
+    stages.line(f"{len(checks)} checks passed. {plan.out}: {folder_bytes(plan.out) / 1e6:.0f} MB. Next:")
+    stages.line(f'  python -m exporter chat {plan.out} --question "..."')
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> BuildPlan:
+    names = options.targets.split(",") if options.targets else installed_targets()
+    wanted = tuple(dict.fromkeys(name.strip() for name in names))
+    model = Path(options.model).stem if options.model not in DECODERS else options.model
+    out = options.out or Path("dist") / f"{model}-{options.budget}"
+    return BuildPlan(
+        model=options.model,
+        embedder=options.embedder,
+        budget=options.budget,
+        targets=wanted,
+        weights=options.weights,
+        out=out,
+        block=options.block,
+        prompt=options.prompt,
+        tail=options.tail,
+        query=options.query,
+        embed_length=options.embed_length,
+        episodes=options.episodes,
+        alpha=options.alpha,
+        layers=options.layers,
+    )
+
+
+def read_history(path: Path | None, index: int, stages: Stages) -> History:
+    """The conversation in ``path``, or the sample conversation."""
+    loaded = load_history(path if path is not None else Path(str(files("calibration").joinpath(SAMPLE))), index)
+    dropped = f", {loaded.dropped} empty utterances left out" if loaded.dropped else ""
+    name = path.name if path is not None else "sample conversation"
+    stages.line(f"{'history':>13} {name} ({loaded.layout}), {len(loaded.history.utterances)} utterances{dropped}")
+    return loaded.history

@@ -1,0 +1,64 @@
+"""The command line: parse, call, turn errors into a sentence and an exit code (0 done, 1 failed, 2 wrong use)."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from exporter import __version__
+from runtime_py.errors import EpiCacheError, UsageError, WorkError
+
+# name -> what --help says; each is a module of this package with ``add_arguments`` and ``run``
+COMMANDS = {
+    "build": "build a bundle from a model, an embedder and a history, and verify it",
+    "verify": "check a bundle's files and compare every graph with PyTorch",
+    "episodes": "read a history into a store, bring a store up to date, forget or wipe",
+    "chat": "ask a bundle or a store",
+    "inspect": "show what is in a bundle: budgets, files, memory, verdicts",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    parser = argparse.ArgumentParser(prog="python -m exporter", description="Mobile export toolchain for EpiCache.")
+    parser.add_argument("--version", action="version", version=f"epicache-export {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        # Only the command that is asked for is imported, so that --help and errors come at once.
+        if name in words:
+            importlib.import_module(f"exporter.cli.{name}").add_arguments(command)
+    options = parser.parse_args(words)
+    try:
+        code: int = importlib.import_module(f"exporter.cli.{options.command}").run(options)
+        sys.stdout.flush()
+        return code
+    except EpiCacheError as error:
+        return _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return _fail("Stopped. Nothing half-written was left; run the same command again to go on.", WorkError.exit_code)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return WorkError.exit_code
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{where}{error.strerror or error}. Check path, permissions and free space.", WorkError.exit_code)
+    except MemoryError:
+        return _fail("Not enough memory. Close other programs, or choose a smaller model.", WorkError.exit_code)
+
+
+def _fail(message: str, code: int) -> int:
+    kind = "wrong use" if code == UsageError.exit_code else "failed"
+    print(f"{kind}: {message}", file=sys.stderr)
+    return code
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

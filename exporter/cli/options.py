@@ -1,0 +1,67 @@
+"""Argument types and options that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from exporter.plan import parse_count
+from runtime_py.bundle import Bundle
+from runtime_py.engines.base import Engine
+from runtime_py.errors import EpiCacheError
+
+T = TypeVar("T")
+
+
+def checked(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """``parse`` as an argparse type: its sentence is what the user reads."""
+
+    def convert(text: str) -> T:
+        try:
+            return parse(text)
+        except EpiCacheError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+count = checked(parse_count)
+
+
+def add_bundle(parser: argparse.ArgumentParser) -> None:
+    """The bundle, and where its checkpoints are when PyTorch is needed."""
+    parser.add_argument("bundle", type=Path, help="folder of a bundle")
+
+
+def add_checkpoints(parser: argparse.ArgumentParser) -> None:
+    """Where PyTorch finds the weights; presets are found by themselves."""
+    parser.add_argument("--model", help="the bundle's model: GGUF file or Hugging Face folder (default: the preset)")
+    parser.add_argument("--embedder", help="the bundle's sentence encoder: folder (default: the preset)")
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Which engine runs the graphs."""
+    parser.add_argument("--engine", choices=("onnx", "torch"), default="onnx", help="default: onnx")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads of the engine (default: it chooses)")
+    add_checkpoints(parser)
+
+
+def open_chosen_engine(bundle: Bundle, options: argparse.Namespace) -> Engine:
+    """The engine that ``options`` name; PyTorch reads the checkpoint itself."""
+    if options.engine != "torch":
+        return bundle.engine(options.engine, max(options.threads, 0))
+    import torch
+
+    from exporter.parity.verify import load_models
+
+    if options.threads > 0:
+        torch.set_num_threads(options.threads)
+    return load_models(bundle.manifest, options.model, options.embedder).engine(bundle.manifest)
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on standard output."""
+    print(json.dumps(value, indent=1, ensure_ascii=False))
