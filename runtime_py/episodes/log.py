@@ -49,7 +49,6 @@ def append_log(folder: Path, log: Log, utterances: Sequence[Utterance]) -> Log:
     data, path = _encode(utterances), folder / log.entry.file
     try:
         with path.open("r+b") as file:
-            file.truncate(log.entry.bytes)
             file.seek(log.entry.bytes)
             file.write(data)
             file.flush()
