@@ -51,9 +51,10 @@ def embedder_info(encoder: EncoderFolder, length: int) -> EmbedderInfo:
     """Ids around a text, read from the tokenizer itself."""
     tokenizer = Tokenizer.from_str(encoder.tokenizer_json())
     ids = [tokenizer.token_to_id(token) for token in ("[CLS]", "[SEP]", "[PAD]")]
-    if None in ids:
+    known = [int(i) for i in ids if i is not None]
+    if len(known) < len(ids):
         raise WorkError(f"The tokenizer of {encoder.model} has no [CLS], [SEP] and [PAD]; a BERT tokenizer is needed.")
-    return EmbedderInfo(encoder.model, encoder.config.hidden, length, *(int(i) for i in ids if i is not None))
+    return EmbedderInfo(encoder.model, encoder.config.hidden, length, known[0], known[1], known[2])
 
 
 def _json(value: object) -> str:

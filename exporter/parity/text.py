@@ -39,7 +39,7 @@ def embedder_checks(bundle: Bundle, target: str, engine: Engine, reference: Engi
     distance = 1.0 - float(np.einsum("nd,nd->n", found, exact).min())
     n = len(texts)
     return [
-        Check(target, "embed", "vector", worst([relative_difference(found, expected)]), 1e-4, "float32 rounding"),
+        Check(target, "embed", "vector", worst([relative_difference(found, expected)]), FLOAT_LIMIT, "float32 rounding"),
         Check(target, "embed", "cosine_distance", distance, COSINE_DISTANCE, f"int8 to float32 model, worst of {n} texts"),
         Check(target, "embed", "routing_misses", len(margins) / n, ROUTING_MISSES, f"part of {n} texts routed elsewhere"),
         Check(target, "embed", "routing_margin", max(margins, default=0.0), ROUTING_MARGIN, "cosine margin of the misses"),
