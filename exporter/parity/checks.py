@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+# A part of the largest magnitude; 30 layers of the default model measure 4e-6 at most.
+FLOAT_LIMIT = 2e-5
+
 
 @dataclass(frozen=True)
 class Check:

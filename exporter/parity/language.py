@@ -10,7 +10,7 @@ import torch
 
 from exporter.models.decoder import Decoder
 from exporter.models.dense import dense_logits
-from exporter.parity.checks import Check, kl_divergence, relative_difference, worst
+from exporter.parity.checks import FLOAT_LIMIT, Check, kl_divergence, relative_difference, worst
 from runtime_py.bundle import Bundle
 from runtime_py.engines.base import Engine
 from runtime_py.episodes.cache import EpisodeCache, SealedCache
@@ -24,7 +24,6 @@ EVICTING_BLOCKS = 4
 PROBES = ("What do the speakers talk about?", "Who has news, and what is it?", "What was decided last?")
 ANSWER_TOKENS = 24
 OTHER_CHOICES = 0.15
-FLOAT_LIMIT = 2e-5
 _FLOAT_WHY = "float32 rounding, as a part of the largest magnitude"
 _INT8_WHY = "query and decode quantise activations to int8 in groups of 32, which PyTorch does not"
 

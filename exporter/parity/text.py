@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from exporter.checkpoints.base import Checkpoint
-from exporter.parity.checks import Check, relative_difference, worst
+from exporter.parity.checks import FLOAT_LIMIT, Check, relative_difference, worst
 from exporter.template import template_texts
 from runtime_py.bundle import Bundle
 from runtime_py.embedder import F32, Embedder
