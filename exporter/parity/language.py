@@ -154,17 +154,22 @@ def answer_check(bundle: Bundle, target: str, engine: Engine, reference: Engine)
     With int8 activations the first near tie parts the answers for good, so there each next token is compared behind the
     reference's own answer.
     """
-    with bundle.session(engine=reference) as session:
-        expected = [session.ask(q, max_new_tokens=ANSWER_TOKENS) for q in PROBES]
-    total = sum(len(a.tokens) for a in expected)
     if bundle.manifest.plan.weights == "int8":
-        wrong = sum(_other_choices(bundle, engine, q, a) for q, a in zip(PROBES, expected, strict=True))
+        alone = [_answers(bundle, reference, (probe,))[0] for probe in PROBES]
+        total = sum(len(a.tokens) for a in alone)
+        wrong = sum(_other_choices(bundle, engine, probe, a) for probe, a in zip(PROBES, alone, strict=True))
         why = f"part of {total} greedy choices behind the same tokens; {_INT8_WHY}"
         return Check(target, "decode", "other_choices", wrong / max(total, 1), OTHER_CHOICES, why)
-    with bundle.session(engine=engine) as session:
-        found = [session.ask(q, max_new_tokens=ANSWER_TOKENS) for q in PROBES]
+    expected, found = (_answers(bundle, each, PROBES) for each in (reference, engine))
+    total = sum(len(a.tokens) for a in expected)
     differing = sum(_differing(a.tokens, b.tokens) for a, b in zip(expected, found, strict=True))
     return Check(target, "decode", "answer_tokens", differing, 0, f"of {total} greedy tokens in {len(PROBES)} answers")
+
+
+def _answers(bundle: Bundle, engine: Engine, questions: tuple[str, ...]) -> list[Answer]:
+    """Answers in one new session."""
+    with bundle.session(engine=engine) as session:
+        return [session.ask(question, max_new_tokens=ANSWER_TOKENS) for question in questions]
 
 
 def _other_choices(bundle: Bundle, engine: Engine, question: str, answer: Answer) -> int:
