@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -25,6 +28,22 @@ def scaled_logits(q: Tensor, k: Tensor) -> Tensor:
     """``q [Hkv, G, T, D]`` against ``k [Hkv, S, D]`` -> ``[Hkv, G*T, S]``, scaled by D^-1/2 on the small side."""
     heads, group, rows, dim = q.shape
     return torch.bmm(q.reshape(heads, group * rows, dim) * dim**-0.5, k.transpose(1, 2))
+
+
+def row_maximum(x: Tensor) -> Tensor:
+    """``[H, R, S]`` -> ``[H, S]``: the largest value over the rows."""
+    return x.amax(dim=1)
+
+
+@dataclass(frozen=True)
+class AttentionOps:
+    """The operations that a target may write in another way; every version computes the same numbers."""
+
+    logits: Callable[[Tensor, Tensor], Tensor] = scaled_logits
+    row_maximum: Callable[[Tensor], Tensor] = row_maximum
+
+
+PLAIN_OPS = AttentionOps()
 
 
 def cached_rows(budget: int, n_seen: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from exporter.graphs.attention import additive, cached_rows, causal, rotate, scaled_logits
+from exporter.graphs.attention import PLAIN_OPS, AttentionOps, additive, cached_rows, causal, rotate
 from exporter.graphs.selection import kept_rows, take_rows
 from exporter.models.decoder import Decoder, DecoderLayer
 from exporter.scoring.epicache import row_scores
@@ -31,9 +31,9 @@ class PrefillGraph(nn.Module):
     keys before RoPE and right-aligned. Padding: block tokens at and after ``n_tokens``, prompt tokens at and after ``n_prompt``.
     """
 
-    def __init__(self, decoder: Decoder, plan: GraphPlan) -> None:
+    def __init__(self, decoder: Decoder, plan: GraphPlan, ops: AttentionOps = PLAIN_OPS) -> None:
         super().__init__()
-        self.decoder, self.plan = decoder, plan
+        self.decoder, self.plan, self.ops = decoder, plan, ops
 
     def forward(
         self,
@@ -96,11 +96,11 @@ class PrefillGraph(nn.Module):
         rows = mask.rows.shape[0]
         heads, group, _, dim = q.shape
         rotated = rotate(q, cos[plan.max_budget :], sin[plan.max_budget :])
-        block_logits = scaled_logits(rotated[:, :, : plan.block], keys[:, :rows]) + mask.block
+        block_logits = self.ops.logits(rotated[:, :, : plan.block], keys[:, :rows]) + mask.block
         of_block = torch.bmm(torch.softmax(block_logits, dim=-1), values[:, :rows])
-        prompt_logits = scaled_logits(rotated[:, :, plan.block :], keys)
+        prompt_logits = self.ops.logits(rotated[:, :, plan.block :], keys)
         of_prompt = torch.bmm(torch.softmax(prompt_logits + mask.prompt, dim=-1), values)
         attended = torch.cat(
             [of_block.view(heads, group, plan.block, dim), of_prompt.view(heads, group, plan.prompt, dim)], dim=2
         )
-        return attended, row_scores(prompt_logits[:, :, :rows], mask.rows, prompt_valid)
+        return attended, row_scores(prompt_logits[:, :, :rows], mask.rows, prompt_valid, self.ops)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from exporter.graphs.attention import additive, cached_rows, causal, rotate, scaled_logits
+from exporter.graphs.attention import PLAIN_OPS, AttentionOps, additive, cached_rows, causal, rotate
 from exporter.models.decoder import Decoder, DecoderLayer
 from runtime_py.manifest import GraphPlan
 
@@ -19,9 +19,9 @@ class QueryGraph(nn.Module):
     joining the caches themselves would copy them for every token.
     """
 
-    def __init__(self, decoder: Decoder, plan: GraphPlan, rows: int) -> None:
+    def __init__(self, decoder: Decoder, plan: GraphPlan, rows: int, ops: AttentionOps = PLAIN_OPS) -> None:
         super().__init__()
-        self.decoder, self.plan, self.rows = decoder, plan, rows
+        self.decoder, self.plan, self.rows, self.ops = decoder, plan, rows, ops
 
     def forward(
         self,
@@ -52,7 +52,7 @@ class QueryGraph(nn.Module):
             assert isinstance(layer, DecoderLayer)
             q, own_k, own_v = layer.project(x)
             q, own_k = rotate(q, cos, sin), rotate(own_k, cos, sin)
-            logits = torch.cat([scaled_logits(q, part) for part in (sealed_k, late_k, own_k)], dim=-1)
+            logits = torch.cat([self.ops.logits(q, part) for part in (sealed_k, late_k, own_k)], dim=-1)
             weights = torch.softmax(logits + masks[budget], dim=-1)
             end = budget + plan.tail
             attended = (

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from exporter.graphs.attention import PLAIN_OPS, AttentionOps
 
-def row_scores(prompt_logits: Tensor, row_mask: Tensor, prompt_valid: Tensor) -> Tensor:
+
+def row_scores(prompt_logits: Tensor, row_mask: Tensor, prompt_valid: Tensor, ops: AttentionOps = PLAIN_OPS) -> Tensor:
     """Score of each cached or block row, ``[Hkv, S]`` in [0, 1].
 
     ``prompt_logits [Hkv, G*P, S]`` are the scaled logits of the prompt's tokens on those rows only: the prompt's own keys are
@@ -15,4 +17,4 @@ def row_scores(prompt_logits: Tensor, row_mask: Tensor, prompt_valid: Tensor) ->
     """
     group = prompt_logits.shape[1] // prompt_valid.shape[0]
     weights = torch.softmax(prompt_logits + row_mask, dim=-1)
-    return (weights * prompt_valid.repeat(group)[None, :, None]).amax(dim=1)
+    return ops.row_maximum(weights * prompt_valid.repeat(group)[None, :, None])
