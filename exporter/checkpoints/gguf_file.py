@@ -117,7 +117,9 @@ class GGUFCheckpoint:
         return {f"{kind}_token": str(tokens[int(f.contents())]) for kind, f in ids.items() if f is not None}
 
     def stop_ids(self) -> list[int]:
-        return [int(self._field("tokenizer.ggml.eos_token_id"))]
+        end_of_turn = self._reader.get_field("tokenizer.ggml.eot_token_id")
+        ids = {int(self._field("tokenizer.ggml.eos_token_id"))} | ({int(end_of_turn.contents())} if end_of_turn else set())
+        return sorted(ids)
 
     def source(self) -> Source:
         name = str(self._field("general.name", self.path.stem))

@@ -213,7 +213,7 @@ def _check_pooling(folder: Path) -> None:
     if not path.exists():
         return
     data = JsonObject.read(path).data
-    older = [key.removeprefix("pooling_mode_").removesuffix("_tokens") for key, on in data.items() if on is True]
-    mode = data.get("pooling_mode", "+".join(older))
+    older = [key.removesuffix("s").removesuffix("_token") for key, on in data.items() if key.startswith("pooling_mode_") and on]
+    mode = data.get("pooling_mode", "+".join(key.removeprefix("pooling_mode_") for key in older))
     if mode != "mean":
         raise WorkError(f"{path}: the pooling is {mode!r}; supported is 'mean'.")
