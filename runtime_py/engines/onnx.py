@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,30 +10,56 @@ import numpy as np
 import onnxruntime as ort
 
 from runtime_py.engines.base import Array
-from runtime_py.errors import BundleError, WorkError
+from runtime_py.errors import BundleError, UsageError, WorkError
 from runtime_py.manifest import Manifest, graph_weights
+
+MAX_THREADS = 256
+_TYPES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(int32)": "int32"}
 
 
 class OnnxEngine:
-    """Runs the ``onnx`` target; sessions are created on first use. ``threads`` 0 lets ONNX Runtime choose."""
+    """Runs the ``onnx`` target; sessions are created on first use. ``threads`` 0 lets ONNX Runtime choose.
+
+    Raises ``BundleError`` when the bundle needs a newer ONNX Runtime, or a graph is not what the manifest says.
+    """
 
     name = "onnx"
 
     def __init__(self, folder: Path, manifest: Manifest, threads: int = 0) -> None:
+        if not 0 <= threads <= MAX_THREADS:
+            raise UsageError(f"{threads} threads are not possible: allowed are 1 to {MAX_THREADS}, or 0 for as many as fit.")
         self._folder, self._manifest, self._threads = folder, manifest, threads
         self._sessions: dict[str, ort.InferenceSession] = {}
+        _check_version(folder, manifest.targets[self.name].minimum_runtime)
 
     def _session(self, graph: str) -> ort.InferenceSession:
         if graph not in self._sessions:
             path = self._folder / self._manifest.targets[self.name].graphs[graph]
             try:
-                self._sessions[graph] = ort.InferenceSession(str(path), self._options(graph), providers=["CPUExecutionProvider"])
+                session = ort.InferenceSession(str(path), self._options(graph), providers=["CPUExecutionProvider"])
             except Exception as error:  # ONNX Runtime's exception types share no base but Exception
                 raise BundleError(
                     f"{path} cannot be loaded by onnxruntime {ort.__version__} ({error}). The bundle needs "
                     f"{self._manifest.targets[self.name].minimum_runtime} or newer; check it with `exporter verify`."
                 ) from error
+            self._check_signature(path, graph, session)
+            self._sessions[graph] = session
         return self._sessions[graph]
+
+    def _check_signature(self, path: Path, graph: str, session: ort.InferenceSession) -> None:
+        signature = self._manifest.signatures[graph]
+        for kind, specs, values in (
+            ("input", signature.inputs, session.get_inputs()),
+            ("output", signature.outputs, session.get_outputs()),
+        ):
+            promised = {spec.name: (spec.dtype, spec.shape) for spec in specs}
+            found = {value.name: (_TYPES.get(value.type, value.type), list(value.shape)) for value in values}
+            for name in sorted(promised.keys() | found.keys()):
+                if promised.get(name) != found.get(name):
+                    raise BundleError(
+                        f"{path}: {kind} {name} is {_described(found.get(name))}, manifest.json says "
+                        f"{_described(promised.get(name))}. Copy the bundle again, or build it anew."
+                    )
 
     def _options(self, graph: str) -> ort.SessionOptions:
         options = ort.SessionOptions()
@@ -56,3 +83,26 @@ class OnnxEngine:
     def close(self) -> None:
         """See ``Engine.close``."""
         self._sessions.clear()
+
+
+def _check_version(folder: Path, minimum: str) -> None:
+    """Refuse a bundle made for a newer ONNX Runtime: it may use operators this one lacks, or computes otherwise."""
+    match = re.fullmatch(r"onnxruntime (\d{1,6}(?:\.\d{1,6}){0,5})(?:\D\S{0,40})?", minimum, re.ASCII)
+    if match is None:
+        raise BundleError(
+            f"{folder / 'manifest.json'}: targets.onnx.minimum_runtime is {minimum[:80]!r}; a version like "
+            "'onnxruntime 1.32.0' is expected. Copy the bundle again, or build it anew."
+        )
+    if _numbers(match[1]) > _numbers(ort.__version__):
+        raise BundleError(
+            f"{folder} needs {minimum} or newer; this is onnxruntime {ort.__version__}. Update onnxruntime, or build the "
+            "bundle with this version."
+        )
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
+
+
+def _described(value: tuple[str, list[int]] | None) -> str:
+    return f"{value[0]} {value[1]}" if value else "not there"
