@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from runtime_py.engines import open_engine
 from runtime_py.engines.base import Engine
-from runtime_py.episodes.history import Utterance
-from runtime_py.errors import BundleError
+from runtime_py.episodes.history import Utterance, clean_text, clean_utterance
+from runtime_py.errors import BundleError, WorkError
 from runtime_py.integrity import bundle_id, check_sums
-from runtime_py.manifest import Manifest, parse_dataclass
+from runtime_py.manifest import MAX_EPISODES, Manifest, parse_dataclass
 from runtime_py.tokenizer import SentenceTokenizer, TextTokenizer
 
 if TYPE_CHECKING:
@@ -65,9 +65,10 @@ class Bundle:
 
     @staticmethod
     def open(path: Path | str, check: bool = True) -> Bundle:
-        """Open the bundle in folder ``path``; ``check`` compares every file with SHA256SUMS.
+        """Open the bundle in folder ``path``; ``check`` compares every file with SHA256SUMS and reads episodes.json.
 
-        Raises ``BundleError`` naming the file that is missing, changed, or of a version this runtime cannot read.
+        Raises ``BundleError`` naming the file that is missing, changed, or of a version this runtime cannot read, and the
+        field that is not what it must be.
         """
         path = Path(path)
         if not path.is_dir():
@@ -76,7 +77,14 @@ class Bundle:
         if check and manifest_path.exists() and (problems := check_sums(path)):
             shown = " ".join(problems[:5]) + (f" And {len(problems) - 5} more." if len(problems) > 5 else "")
             raise BundleError(f"{path} is damaged: {shown} Copy the bundle again, or build it anew.")
-        return Bundle(path, Manifest.read(manifest_path))
+        bundle = Bundle(path, Manifest.read(manifest_path))
+        for name, target in bundle.manifest.targets.items():
+            for graph, file in target.graphs.items():
+                if not (path / file).exists():
+                    raise BundleError(f"{manifest_path}: targets.{name}.graphs.{graph} names {file}, which is missing.")
+        if check:
+            bundle.episodes_file()
+        return bundle
 
     def text_tokenizer(self) -> TextTokenizer:
         """The language model's tokenizer."""
@@ -89,13 +97,16 @@ class Bundle:
         return SentenceTokenizer(path, info.cls_id, info.sep_id, info.pad_id, info.length)
 
     def episodes_file(self) -> EpisodesFile:
-        """The history the bundle was built with. Raises ``BundleError`` when the file is damaged."""
+        """The history the bundle was built with. Raises ``BundleError`` naming the field that cannot be right."""
         path = self.path / EPISODES_FILE
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise BundleError(f"{path} cannot be read ({error}). Copy the bundle again, or build it anew.") from None
-        return parse_dataclass(EpisodesFile, data, str(path))
+        history = parse_dataclass(EpisodesFile, data, str(path))
+        if problem := _history_problem(history) or _episodes_problem(history, self.manifest):
+            raise BundleError(f"{path}: {problem} Copy the bundle again, or build it anew.")
+        return history
 
     def engine(self, name: str = "onnx", threads: int = 0) -> Engine:
         """An engine over the bundle's files; 0 threads lets the engine choose."""
@@ -117,3 +128,44 @@ class Bundle:
 
         opened = self.engine(engine, threads) if isinstance(engine, str) else engine
         return Session.open(self, opened, Path(store) if store is not None else None, recall)
+
+
+def _history_problem(history: EpisodesFile) -> str | None:
+    """Utterances are as ``clean_history`` leaves them: one line each, for a line break would start a line of its own."""
+    if not history.utterances:
+        return "utterances is empty."
+    for i, speaker in enumerate(history.speakers):
+        if not speaker or clean_text(speaker) != speaker:
+            return f"speakers[{i}] is {speaker!r}; one line of text is expected."
+    previous = 0
+    for i, utterance in enumerate(history.utterances):
+        try:
+            cleaned = clean_utterance(utterance)
+        except WorkError as error:
+            return f"utterances[{i}]: {error}"
+        if cleaned != utterance:
+            return f"utterances[{i}] is not one line of text with speaker and date."
+        if not previous <= utterance.session < 1 << 31:
+            return f"utterances[{i}].session is {utterance.session}; {previous} or more is expected."
+        previous = utterance.session
+    return None
+
+
+def _episodes_problem(history: EpisodesFile, manifest: Manifest) -> str | None:
+    count, n_segments = len(history.episodes), len(history.segments)
+    if not 1 <= count <= MAX_EPISODES:
+        return f"episodes has {count} entries; allowed are 1 to {MAX_EPISODES}."
+    for i, segment in enumerate(history.segments):
+        if not 0 <= segment.first <= segment.last < len(history.utterances) or not 0 <= segment.episode < count:
+            return f"segments[{i}] names utterances or an episode that are not there."
+    for i, record in enumerate(history.episodes):
+        names = (f"episode-{i}.safetensors", f"episode-{i}.sealed.safetensors")
+        if (record.cache, record.sealed) != names:
+            return f"episodes[{i}] names {record.cache!r} and {record.sealed!r}; {names[0]} and {names[1]} are expected."
+        if not 1 <= len(record.prompt) <= manifest.plan.prompt:
+            return f"episodes[{i}].prompt has {len(record.prompt)} tokens; allowed are 1 to {manifest.plan.prompt}."
+        if not all(0 <= token < manifest.shape.vocab_size for token in record.prompt):
+            return f"episodes[{i}].prompt has a token outside the vocabulary of {manifest.shape.vocab_size}."
+        if not all(0 <= medoid < n_segments for medoid in record.medoids):
+            return f"episodes[{i}].medoids names a segment that is not there; there are {n_segments}."
+    return None

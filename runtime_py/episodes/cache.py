@@ -38,6 +38,10 @@ class EpisodeCache:
             0,
         )
 
+    def fits(self, shape: ModelShape, plan: GraphPlan) -> bool:
+        """Whether the arrays have the shapes that these graphs take."""
+        return [k.shape for k in self.k] == [(shape.n_kv_heads, m, shape.head_dim) for m in plan.layer_budgets]
+
 
 @dataclass(frozen=True)
 class SealedCache:
