@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shutil
 import tempfile
@@ -12,6 +13,7 @@ from typing import Any
 
 from calibration.profiles import calibration_text, measure_profile, stored_profile
 from exporter import __version__
+from exporter.bundle_writer.selftest import write_selftest
 from exporter.bundle_writer.tokenizers import embedder_info, write_tokenizers
 from exporter.checkpoints.base import Checkpoint
 from exporter.checkpoints.hf_folder import EncoderFolder
@@ -23,11 +25,10 @@ from exporter.models.decoder import load_decoder
 from exporter.models.encoder import load_encoder
 from exporter.models.registry import open_decoder, open_encoder
 from exporter.parity.checks import Check
-from exporter.parity.torch_engine import build_graphs
 from exporter.parity.verify import Models, quantisation_loss, verify_bundle
 from exporter.plan import BuildPlan
 from exporter.targets import target
-from exporter.targets.base import GraphSet
+from exporter.targets.base import GraphSource
 from exporter.template import cut_template
 from runtime_py.bundle import Bundle
 from runtime_py.embedder import Embedder
@@ -51,7 +52,7 @@ class _Inputs:
     plan: BuildPlan
     models: Models
     encoder: EncoderFolder
-    sensitivities: list[float]
+    text_ids: list[int]  # the calibration text
     manifest: Manifest
 
 
@@ -61,14 +62,15 @@ def build_bundle(plan: BuildPlan, history: History, stages: Stages, replace: boo
     Raises ``UsageError`` for an impossible plan before any work, ``WorkError`` when a stage or a check fails; then nothing
     appears at ``plan.out``, and a bundle that failed its checks is kept beside it for inspection.
     """
-    if plan.out.exists() and not replace:
-        raise UsageError(f"{plan.out} exists already. Name another folder with --out, or replace it with --replace.")
+    _check_destination(plan.out, replace)
     for name in plan.targets:
         if plan.weights not in target(name).weights:
             allowed = ", ".join(target(name).weights)
             raise UsageError(f"--weights {plan.weights} is not possible for the target {name}: allowed are {allowed}.")
     checkpoint, encoder = open_decoder(plan.model), open_encoder(plan.embedder)
     plan.check(checkpoint.config, encoder.config)
+    if plan.layers is not None and not 1 <= plan.layers <= checkpoint.config.n_layers:
+        raise UsageError(f"--layers {plan.layers} is not possible: allowed are 1 to {checkpoint.config.n_layers}.")
     with writing_folder(plan.out, replace) as folder:
         with stages.stage("load"):
             inputs = _prepare(plan, checkpoint, encoder, folder, stages)
@@ -80,6 +82,8 @@ def build_bundle(plan: BuildPlan, history: History, stages: Stages, replace: boo
             _build_episodes(folder, history, stages)
         with stages.stage("verify"):
             bundle = Bundle.open(folder, check=False)
+            for name in plan.targets:
+                write_selftest(bundle, name, inputs.models.engine(manifest, name), inputs.text_ids)
             write_sums(folder)  # sessions name their store after the bundle's id
             checks = verify_bundle(bundle, inputs.models, stages.note)
             quality = _quality(inputs, stages)
@@ -94,31 +98,39 @@ def build_bundle(plan: BuildPlan, history: History, stages: Stages, replace: boo
     return checks
 
 
+def _check_destination(out: Path, replace: bool) -> None:
+    """Refuse to write over anything but what ``--replace`` may mean: a bundle, or an empty folder."""
+    if not out.exists():
+        return
+    if not replace:
+        raise UsageError(f"{out} exists already. Name another folder with --out, or replace it with --replace.")
+    if not out.is_dir() or (not (out / "manifest.json").is_file() and any(out.iterdir())):
+        raise UsageError(
+            f"{out} is not a bundle; --replace deletes only a bundle or an empty folder. Name another folder with --out."
+        )
+
+
 def _prepare(plan: BuildPlan, checkpoint: Checkpoint, encoder: EncoderFolder, folder: Path, stages: Stages) -> _Inputs:
     """Read weights, find or measure the sensitivities, resolve the plan, write tokenizers and layer budgets."""
     config = checkpoint.config
     if plan.layers is not None:
-        if not 1 <= plan.layers <= config.n_layers:
-            raise UsageError(f"--layers {plan.layers} is not possible: allowed are 1 to {config.n_layers}.")
         config = dataclasses.replace(config, n_layers=plan.layers)
     info = embedder_info(encoder, plan.embed_length)
     write_tokenizers(checkpoint, encoder, info, folder)
     tokenizer = TextTokenizer(folder / "tokenizer" / "tokenizer.json", checkpoint.stop_ids())
     template = cut_template(checkpoint, tokenizer.encode_template)
     source = checkpoint.source()
-    sensitivities = [0.0] * config.n_layers
-    if plan.alpha > 0:
-        stored = stored_profile(source.weights_sha256, checkpoint.config.n_layers)
-        sensitivities = stored[: config.n_layers] if stored is not None else []
-    # With the profile known, an impossible plan is refused before the weights are read.
-    if sensitivities:
-        plan.resolve(config, sensitivities, template)
+    flat = [0.0] * config.n_layers
+    stored = flat if plan.alpha == 0 else stored_profile(source.weights_sha256, checkpoint.config.n_layers)
+    # An impossible plan is refused before the weights are read; without a profile, what no profile could make possible.
+    plan.resolve(config, stored[: config.n_layers] if stored is not None else flat, template)
     decoder = load_decoder(config, checkpoint.tensor)
     models = Models(checkpoint, decoder, load_encoder(encoder.config, encoder.tensor))
-    if not sensitivities:
+    if stored is None:
         stages.note("no stored profile of this model: calibrating")
         profile: dict[str, Any] = measure_profile(decoder, tokenizer.encode, source.model, source.weights_sha256, stages.note)
-        sensitivities = profile["sensitivities"]
+        stored = profile["sensitivities"]
+    sensitivities = stored[: config.n_layers]
     graph_plan = plan.resolve(config, sensitivities, template)
     shape = model_shape(config)
     budgets = {"sensitivities": sensitivities, "alpha": plan.alpha, "budgets": graph_plan.layer_budgets}
@@ -141,14 +153,13 @@ def _prepare(plan: BuildPlan, checkpoint: Checkpoint, encoder: EncoderFolder, fo
         targets={},
         memory=memory_figures(shape, graph_plan),
     )
-    return _Inputs(plan, models, encoder, sensitivities, manifest)
+    return _Inputs(plan, models, encoder, tokenizer.encode(calibration_text()), manifest)
 
 
 def _lower(inputs: _Inputs, folder: Path, stages: Stages) -> dict[str, Target]:
     manifest, models = inputs.manifest, inputs.models
-    modules = build_graphs(models.decoder, models.encoder, manifest.plan)
     weights = graph_weights(manifest.plan, manifest.embedder)
-    graphs = GraphSet(modules, manifest.signatures, weights)
+    graphs = GraphSource(models.decoder, models.encoder, manifest.plan, manifest.signatures, weights)
     return {
         name: target(name).lower(graphs, folder, lambda text, name=name: stages.note(f"{name} {text}"))  # type: ignore[misc]
         for name in inputs.plan.targets
@@ -172,7 +183,8 @@ def _build_episodes(folder: Path, history: History, stages: Stages) -> None:
         stages.count("shared tokens" if episode < 0 else f"episode {episode}: tokens", done, total)
 
     with (
-        tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-store-") as scratch,
+        # Inside the folder that is being built: what removes that one after a kill removes this one too.
+        tempfile.TemporaryDirectory(dir=folder, prefix="store-") as scratch,
         Store.create(Path(scratch) / "store", "build", history.speakers) as store,
     ):
         segments, labels = fill_store(store, history, tools, stages.note, report, checkpoint=False)
@@ -181,18 +193,19 @@ def _build_episodes(folder: Path, history: History, stages: Stages) -> None:
 
 
 def _quality(inputs: _Inputs, stages: Stages) -> dict[str, Any]:
-    """What int8 weights cost on the calibration text; nothing is lost with float32."""
-    if inputs.plan.weights != "int8":
+    """What quantised weights cost on the calibration text, by target; nothing is lost with float32."""
+    if inputs.plan.weights == "fp32":
         return {}
-    tokenizer_json = inputs.models.checkpoint.tokenizer_json()
-    from tokenizers import Tokenizer
-
-    tokens = Tokenizer.from_str(tokenizer_json).encode(calibration_text(), add_special_tokens=False).ids
-    loss = quantisation_loss(inputs.models.decoder, tokens[:_QUALITY_TOKENS])
-    stages.note(
-        f"int8 against fp32: KL {loss['kl']:.4f} nats, perplexity {loss['perplexity']:.2f} ({loss['perplexity_fp32']:.2f})"
-    )
-    return {"int8": loss}
+    quality = {}
+    for name in inputs.plan.targets:
+        stored = inputs.models.quantized(inputs.manifest, name)
+        loss = quantisation_loss(inputs.models.decoder, stored.decoder, inputs.text_ids[:_QUALITY_TOKENS])
+        stages.note(
+            f"{name} {inputs.plan.weights} against fp32: KL {loss['kl']:.4f} nats, perplexity {loss['perplexity']:.2f} "
+            f"({loss['perplexity_fp32']:.2f})"
+        )
+        quality[name] = loss
+    return quality
 
 
 def _with_verdicts(targets: dict[str, Target], checks: list[Check]) -> dict[str, Target]:
@@ -210,7 +223,13 @@ def _write_manifest(manifest: Manifest, folder: Path) -> None:
 
 
 def _keep_aside(folder: Path, destination: Path) -> Path:
-    kept = destination.resolve().with_name(f"{destination.resolve().name}.failed")
-    shutil.rmtree(kept, ignore_errors=True)
+    """Move a bundle that failed its checks to NAME.failed; of what may be there, only another failed bundle is deleted."""
+    destination = destination.resolve()
+    for number in itertools.count(1):
+        kept = destination.with_name(f"{destination.name}.failed" + (f"-{number}" if number > 1 else ""))
+        if (kept / "manifest.json").is_file():
+            shutil.rmtree(kept)
+        if not kept.exists() and not kept.is_symlink():
+            break
     folder.rename(kept)
     return kept

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +14,7 @@ class Stages:
     """Prints to standard error, so that ``--json`` on standard output stays clean."""
 
     def __init__(self, quiet: bool = False) -> None:
-        self._console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
-        self._live = not quiet and sys.stderr.isatty()
+        self._console = Console(stderr=True, quiet=quiet, highlight=False, emoji=False, soft_wrap=True)
         self._last = 0.0
 
     def line(self, text: str) -> None:

@@ -64,8 +64,7 @@ def run(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> BuildPlan:
     names = options.targets.split(",") if options.targets else installed_targets()
     wanted = tuple(dict.fromkeys(name.strip() for name in names))
-    model = Path(options.model).stem if options.model not in DECODERS else options.model
-    out = options.out or Path("dist") / f"{model}-{options.budget}"
+    out = options.out or Path("dist") / f"{_model_name(options.model)}-{options.budget}"
     return BuildPlan(
         model=options.model,
         embedder=options.embedder,
@@ -82,6 +81,14 @@ def _plan(options: argparse.Namespace) -> BuildPlan:
         alpha=options.alpha,
         layers=options.layers,
     )
+
+
+def _model_name(model: str) -> str:
+    """The preset, the name of a folder, or that of a file without its extension."""
+    path = Path(model).expanduser()
+    if model in DECODERS or path.is_dir():
+        return path.resolve().name
+    return path.stem
 
 
 def read_history(path: Path | None, index: int, stages: Stages) -> History:

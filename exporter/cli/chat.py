@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 from exporter.cli.options import add_bundle, add_engine, open_chosen_engine
 from exporter.console import Stages
 from runtime_py.bundle import Bundle
-from runtime_py.errors import EpiCacheError
+from runtime_py.errors import EpiCacheError, UsageError
 from runtime_py.session import Answer, Session
 
 
@@ -27,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Answer; returns 0."""
+    """Answer; returns 0, or the exit code of the first piped question that could not be answered."""
+    _check(options)
     stages = Stages(quiet=options.json)
     bundle = Bundle.open(options.bundle)
     engine = open_chosen_engine(bundle, options)
@@ -35,19 +40,27 @@ def run(options: argparse.Namespace) -> int:
         session.progress = lambda episode, done, total: stages.count(
             "reading history:" if episode < 0 else f"reading history, episode {episode}:", done, total
         )
-        if options.question:
-            for question in options.question:
-                _show(session, question, options)
-        else:
-            _talk(session, options)
+        if not options.question:
+            return _talk(session, options)
+        for question in options.question:
+            _show(session, question, options)
     return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse what cannot be asked before weights are read and a store is begun."""
+    if any(not question.strip() for question in options.question or []):
+        raise UsageError('The question is empty. Ask something, like --question "What did we decide?".')
+    if options.max_tokens is not None and options.max_tokens < 1:
+        raise UsageError(f"--max-tokens {options.max_tokens} is not possible: at least 1 is needed.")
 
 
 def _show(session: Session, question: str, options: argparse.Namespace) -> None:
     """One question and its answer, streamed, or as JSON with the engine's name."""
     if options.json:
         answer = session.ask(question, max_new_tokens=options.max_tokens)
-        print(json.dumps({"question": question, **dataclasses.asdict(answer), "engine": options.engine}, ensure_ascii=False))
+        shown = {"question": question, **dataclasses.asdict(answer), "engine": options.engine}
+        print(json.dumps(shown, ensure_ascii=False), flush=True)
         return
     print(f"> {question}")
     print(_summary(session.ask(question, lambda text: print(text, end="", flush=True), options.max_tokens)))
@@ -62,22 +75,38 @@ def _summary(answer: Answer) -> str:
     )
 
 
-def _talk(session: Session, options: argparse.Namespace) -> None:
-    """Questions from standard input until it ends; Ctrl-C stops an answer, or the program at the prompt."""
+def _talk(session: Session, options: argparse.Namespace) -> int:
+    """Questions from standard input until it ends; Ctrl-C stops an answer, or the program at the prompt.
+
+    A person sees what failed and asks again; a pipe learns of it from the exit code.
+    """
+    by_hand, code = sys.stdin.isatty(), 0
     while True:
-        if sys.stdin.isatty():
+        if by_hand:
             print("> ", end="", flush=True)
         line = sys.stdin.readline()
         if not line:
-            return
+            return code
         if not line.strip():
             continue
         try:
-            _show(session, line.strip(), options)
-        except KeyboardInterrupt:
-            if not sys.stdin.isatty():
-                raise
-            session.cancel()
-            print("\n  [stopped]")
+            with _stopping(session) if by_hand else contextlib.nullcontext():
+                _show(session, line.strip(), options)
         except EpiCacheError as error:
             print(f"  [{error}]", file=sys.stderr)
+            code = code if by_hand else code or error.exit_code
+
+
+@contextlib.contextmanager
+def _stopping(session: Session) -> Iterator[None]:
+    """Let Ctrl-C end the answer under way at its next token, so that the thread goes on behind it; twice ends the program."""
+
+    def stop(_signal: int, _frame: FrameType | None) -> None:
+        session.cancel()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -15,7 +15,8 @@ from runtime_py.bundle import Bundle
 from runtime_py.embedder import Embedder
 from runtime_py.engines.base import Engine
 from runtime_py.episodes.store import Store
-from runtime_py.episodes.store_index import INDEX
+from runtime_py.episodes.store_commit import wipe_folder
+from runtime_py.episodes.store_index import INDEX, read_index
 from runtime_py.errors import StoreError, UsageError
 from runtime_py.language_model import LanguageModel
 
@@ -47,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     if options.history is None and not (options.store / INDEX).exists():
         raise StoreError(f"{options.store} is no store. Begin one with --history FILE.")
     if options.wipe:
-        Store.open(options.store, bundle.id, bundle.path / "episodes").wipe()
+        _wipe(bundle, options.store)
         stages.line(f"{options.store} is deleted.")
         return 0
     engine = open_chosen_engine(bundle, options)
@@ -73,8 +74,9 @@ def _read(bundle: Bundle, engine: Engine, options: argparse.Namespace, stages: S
     base = bundle.path / "episodes"
     if (options.store / INDEX).exists():
         store = Store.open(options.store, bundle.id, base)
-        log = store.utterances()
-        if log and log != list(history.utterances):
+        log, wanted = store.utterances(), list(history.utterances)
+        # What was said since lies behind the history.
+        if log and (log[: len(wanted)] != wanted or store.speakers != history.speakers):
             store.close()
             raise StoreError(f"{options.store} holds another history. Name another folder, or delete it with --wipe.")
     else:
@@ -87,6 +89,24 @@ def _read(bundle: Bundle, engine: Engine, options: argparse.Namespace, stages: S
     )
     with store:
         fill_store(store, history, tools, stages.note, _progress(stages))
+
+
+def _wipe(bundle: Bundle, folder: Path) -> None:
+    """Delete a store of this bundle; a damaged one too, for what it holds is private all the same."""
+    try:
+        Store.open(folder, bundle.id, bundle.path / "episodes").wipe()
+    except StoreError:
+        if _bundle_of(folder) not in (None, bundle.id):
+            raise
+        wipe_folder(folder)
+
+
+def _bundle_of(folder: Path) -> str | None:
+    """The bundle a store belongs to; None when its index cannot be read."""
+    try:
+        return read_index(folder / INDEX).bundle_id
+    except StoreError:
+        return None
 
 
 def _go_on(bundle: Bundle, engine: Engine, options: argparse.Namespace, stages: Stages) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 from exporter import __version__
@@ -24,22 +26,42 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    """Run one command and return its exit code. Raises ``SystemExit``, as argparse does, for flags it cannot parse."""
+    _prepare_process()
+    return _in_a_sentence(lambda: _run(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def _run(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m exporter", description="Mobile export toolchain for EpiCache.")
     parser.add_argument("--version", action="version", version=f"epicache-export {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    words = list(sys.argv[1:] if arguments is None else arguments)
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         # Only the command that is asked for is imported, so that --help and errors come at once.
         if name in words:
             importlib.import_module(f"exporter.cli.{name}").add_arguments(command)
     options = parser.parse_args(words)
+    code: int = importlib.import_module(f"exporter.cli.{options.command}").run(options)
+    sys.stdout.flush()
+    return code
+
+
+def _prepare_process() -> None:
+    """What the process needs before a command is imported."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _interrupt)
+    # PyTorch's threads spin between two operators, which starves ONNX Runtime's; on two busy cores verify took three
+    # times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a name or a line that the terminal's encoding lacks is no reason to stop
+
+
+def _in_a_sentence(command: Callable[[], int]) -> int:
+    """The exit code of ``command``; an error becomes one sentence on standard error."""
     try:
-        code: int = importlib.import_module(f"exporter.cli.{options.command}").run(options)
-        sys.stdout.flush()
-        return code
+        return command()
     except EpiCacheError as error:
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,12 +31,12 @@ class Check:
         return self.value <= self.limit
 
     def to_json(self) -> dict[str, Any]:
-        """The form of ``verify --json``."""
+        """The form of ``verify --json``; JSON has no NaN and no infinity, so ``value`` is null for them."""
         return {
             "target": self.target,
             "graph": self.graph,
             "name": self.name,
-            "value": self.value,
+            "value": self.value if math.isfinite(self.value) else None,
             "limit": self.limit,
             "pass": self.passed,
             "why": self.why,
