@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 from runtime_py.episodes.cache import EpisodeCache, SealedCache
@@ -41,13 +42,11 @@ class EpisodeReader:
         return SealedCache(keys, cache.v, cache.n_seen)
 
     def catch_up(self, episode: int) -> EpisodeCache:
-        """Read what ``episode`` has not seen yet and return its cache as stored."""
+        """Read what ``episode`` has not seen yet and return its cache as stored. Raises ``Cancelled`` between two blocks."""
         cache = self._stored(episode)
         total = len(self._stream)
-        if cache is None:
-            self._share()
-            cache = self._store.shared()
-            assert cache is not None
+        if cache is None or cache.n_seen < min(self._model.plan.min_budget, total):
+            cache = self._shared(cache)
             if cache.n_seen >= total:
                 self._store.put_episode(episode, cache)
         prompt = self._store.episodes()[episode].prompt
@@ -62,26 +61,33 @@ class EpisodeReader:
 
     def _stored(self, episode: int) -> EpisodeCache | None:
         """What the store holds; a damaged cache is dropped and read anew, for the log is the truth behind it."""
-        try:
+        with contextlib.suppress(StoreError):
             cache = self._store.cache(episode)
-        except StoreError:
-            self._store.reset_episode(episode)
-            return None
-        return cache
+            if cache is None or self._belongs(cache):
+                return cache
+        self._store.reset_episode(episode)
+        return None
 
-    def _share(self) -> None:
-        """Read the part before the first eviction, which no prompt can change, once for all episodes."""
-        try:
+    def _belongs(self, cache: EpisodeCache) -> bool:
+        return cache.fits(self._model.shape, self._model.plan) and cache.n_seen <= len(self._stream)
+
+    def _shared(self, start: EpisodeCache | None) -> EpisodeCache:
+        """The part before the first eviction, which no prompt can change, read once for all episodes.
+
+        ``start`` is an episode's cache from before the first eviction, where there is one.
+        """
+        cache = None
+        with contextlib.suppress(StoreError):
             cache = self._store.shared()
-        except StoreError:
-            cache = None
-        cache = cache or EpisodeCache.empty(self._model.shape, self._model.plan)
+        if cache is None or not self._belongs(cache):
+            cache = start or EpisodeCache.empty(self._model.shape, self._model.plan)
         end = min(self._model.plan.min_budget, len(self._stream))
         while cache.n_seen < end:
             cache = self._read_block(cache, [])
             self._progress(-1, cache.n_seen, end)
             if cache.n_seen >= end:
                 self._store.set_shared(cache)
+        return cache
 
     def _read_block(self, cache: EpisodeCache, prompt: list[int]) -> EpisodeCache:
         """One block: without a prompt up to the first eviction, with it behind."""
