@@ -129,6 +129,7 @@ class Target:
     minimum_runtime: str
     parity: str = "not run"
     checks: list[dict[str, Any]] = field(default_factory=list)
+    details: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

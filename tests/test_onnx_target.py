@@ -24,9 +24,9 @@ from exporter.manifest_parts import library_versions, model_shape
 from exporter.models.config import DecoderConfig
 from exporter.models.decoder import Decoder, load_decoder
 from exporter.models.encoder import Encoder
-from exporter.parity.torch_engine import TorchEngine, build_graphs
+from exporter.parity.torch_engine import TorchEngine
 from exporter.targets import target
-from exporter.targets.base import GraphSet
+from exporter.targets.base import GraphSource
 from runtime_py.engines.base import Engine
 from runtime_py.engines.onnx import OnnxEngine
 from runtime_py.episodes.cache import EpisodeCache
@@ -105,9 +105,11 @@ def exported(
     plan, shape = make_plan(BUDGETS, weights=weights, **SIZES), model_shape(decoder.config)
     embedder = EmbedderInfo("minilm", 384, plan.embed_length, 101, 102, 0, weights)
     manifest, folder = describe(shape, plan, embedder), tmp_path_factory.mktemp(weights)
-    graphs = GraphSet(build_graphs(decoder, encoder, plan), manifest.signatures, graph_weights(plan, embedder))
-    manifest.targets["onnx"] = target("onnx").lower(graphs, folder, lambda _: None)
-    reference = TorchEngine.create(decoder, encoder, shape, plan, embedder)
+    weights_of = graph_weights(plan, embedder)
+    source = GraphSource(decoder, encoder, plan, manifest.signatures, weights_of)
+    manifest.targets["onnx"] = target("onnx").lower(source, folder, lambda _: None)
+    stored = target("onnx").quantized(decoder, encoder, weights_of)
+    reference = TorchEngine.create(*stored, shape, plan, embedder)
     return Exported(folder, manifest, decoder, reference, OnnxEngine(folder, manifest, threads=1))
 
 

@@ -126,7 +126,9 @@ def _logit_checks(
     target: str, reference: LanguageModel, model: LanguageModel, cache: EpisodeCache, stream: TokenStream, weights: str
 ) -> list[Check]:
     """Logits behind the same evicted cache: a partial and a full chunk of the query graph, then single tokens."""
-    tokens = stream.tokens(0, min(2 * model.plan.query, len(stream)))[::-1]
+    count = 2 * model.plan.query
+    some = stream.tokens(0, min(count, len(stream)))[::-1]
+    tokens = (some * (count // len(some) + 1))[:count]  # a history of one utterance may be shorter than that
     results: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {"query": [], "decode": []}
     tails = [Tail.empty(m.shape, m.plan) for m in (reference, model)]
     sealed = reference.seal(cache)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Mapping
 
@@ -10,25 +9,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from exporter.graphs.embed import EmbedGraph
-from exporter.graphs.prefill import PrefillGraph
-from exporter.graphs.query import QueryGraph
+from exporter.graphs.build import build_graphs
 from exporter.graphs.signatures import flatten, nest, signatures
 from exporter.models.decoder import Decoder
 from exporter.models.encoder import Encoder
-from exporter.quantization.int8 import fake_quantize_
 from runtime_py.engines.base import Array
 from runtime_py.manifest import EmbedderInfo, GraphPlan, GraphSignature, ModelShape
-
-
-def build_graphs(decoder: Decoder, encoder: Encoder, plan: GraphPlan) -> dict[str, nn.Module]:
-    """The four graphs as modules that share their weights."""
-    return {
-        "prefill": PrefillGraph(decoder, plan).eval(),
-        "query": QueryGraph(decoder, plan, plan.query).eval(),
-        "decode": QueryGraph(decoder, plan, 1).eval(),
-        "embed": EmbedGraph(encoder, plan.embed_length).eval(),
-    }
 
 
 class TorchEngine:
@@ -41,11 +27,7 @@ class TorchEngine:
 
     @staticmethod
     def create(decoder: Decoder, encoder: Encoder, shape: ModelShape, plan: GraphPlan, embedder: EmbedderInfo) -> TorchEngine:
-        """An engine over float32 models, quantised as ``plan.weights`` says; the models given are left as they are."""
-        if plan.weights == "int8":
-            decoder = fake_quantize_(copy.deepcopy(decoder))
-        if embedder.weights == "int8":
-            encoder = fake_quantize_(copy.deepcopy(encoder))
+        """An engine over these models as they are: the caller has quantised them where a target does."""
         return TorchEngine(build_graphs(decoder, encoder, plan), signatures(shape, plan, embedder))
 
     def run(self, graph: str, inputs: Mapping[str, Array]) -> dict[str, Array]:

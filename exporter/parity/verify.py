@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 from dataclasses import dataclass
@@ -12,20 +11,23 @@ import torch
 
 from exporter.checkpoints.base import Checkpoint
 from exporter.checkpoints.hf_folder import EncoderFolder
+from exporter.graphs.signatures import signatures
+from exporter.manifest_parts import memory_figures, model_shape
 from exporter.models.decoder import Decoder, load_decoder
 from exporter.models.dense import dense_logits
 from exporter.models.encoder import Encoder, load_encoder
 from exporter.models.registry import DECODERS, ENCODERS, Preset, open_decoder, open_encoder
 from exporter.parity.checks import Check
+from exporter.parity.episodes import centroid_check, episode_checks
 from exporter.parity.language import answer_check, language_checks
-from exporter.parity.text import embedder_checks, episode_checks, text_checks
+from exporter.parity.text import Texts, embedder_checks, text_checks
 from exporter.parity.torch_engine import TorchEngine
-from exporter.quantization.int8 import fake_quantize_
+from exporter.targets import target as lowering
 from exporter.targets.base import Progress
 from runtime_py.bundle import Bundle
-from runtime_py.errors import WorkError
+from runtime_py.errors import BundleError, WorkError
 from runtime_py.language_model import LanguageModel
-from runtime_py.manifest import Manifest
+from runtime_py.manifest import Manifest, graph_weights
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,19 @@ class Models:
     decoder: Decoder
     encoder: Encoder
 
-    def engine(self, manifest: Manifest) -> TorchEngine:
-        """PyTorch over these models, quantised as the bundle is."""
+    def engine(self, manifest: Manifest, target: str | None = None) -> TorchEngine:
+        """PyTorch over these models, with weights as ``target`` (by default the bundle's first) stores them."""
+        return self.quantized(manifest, target or next(iter(manifest.targets))).full_engine(manifest)
+
+    def full_engine(self, manifest: Manifest) -> TorchEngine:
+        """PyTorch over these models as they are."""
         return TorchEngine.create(self.decoder, self.encoder, manifest.shape, manifest.plan, manifest.embedder)
+
+    def quantized(self, manifest: Manifest, target: str) -> Models:
+        """These models with weights as ``target`` stores them."""
+        weights = graph_weights(manifest.plan, manifest.embedder)
+        decoder, encoder = lowering(target).quantized(self.decoder, self.encoder, weights)
+        return dataclasses.replace(self, decoder=decoder, encoder=encoder)
 
 
 def load_models(manifest: Manifest, model: str | None = None, embedder: str | None = None) -> Models:
@@ -73,25 +85,41 @@ def _check_digest(checkpoint: Checkpoint | EncoderFolder, expected: str) -> None
 def verify_bundle(bundle: Bundle, models: Models, progress: Progress = lambda _: None) -> list[Check]:
     """Every check of every target in the bundle, against PyTorch on the weights as the bundle stores them."""
     manifest = bundle.manifest
-    reference = models.engine(manifest)
-    embedder = dataclasses.replace(manifest.embedder, weights="fp32")
-    full = TorchEngine.create(models.decoder, models.encoder, manifest.shape, manifest.plan, embedder)
-    decoder = models.decoder
-    if manifest.plan.weights == "int8":
-        decoder = fake_quantize_(copy.deepcopy(decoder))
+    if not manifest.targets:
+        raise BundleError(f"{bundle.path} has no target: there is nothing to compare. Build it again.")
+    full = models.full_engine(manifest)
     progress("tokenizers, template, stored episodes")
-    checks = text_checks(bundle, models.checkpoint)
-    checks += episode_checks(bundle, LanguageModel(reference, manifest.shape, manifest.plan))
+    checks = [_manifest_check(manifest, models), *text_checks(bundle, models.checkpoint)]
+    # The first target's graphs read the history.
+    first = models.quantized(manifest, next(iter(manifest.targets)))
+    reader = first.full_engine(manifest)
+    checks += episode_checks(bundle, LanguageModel(reader, manifest.shape, manifest.plan), first.decoder)
+    texts = Texts.of(bundle)
+    checks.append(centroid_check(bundle, texts.segment_vectors(bundle, reader)))
+    exact = texts.vectors(bundle, full)
     for target in manifest.targets:
-        engine = bundle.engine(target)
+        engine, stored = bundle.engine(target), models.quantized(manifest, target)
+        reference = stored.full_engine(manifest)
         progress(f"{target}: prefill, query and decode over evicting blocks")
-        checks += language_checks(bundle, target, engine, reference, decoder)
+        checks += language_checks(bundle, target, engine, reference, stored.decoder)
         progress(f"{target}: greedy answers")
         checks.append(answer_check(bundle, target, engine, reference))
         progress(f"{target}: embedder and routing")
-        checks += embedder_checks(bundle, target, engine, reference, full)
+        checks += embedder_checks(bundle, target, engine, reference, texts, exact)
         engine.close()
     return checks
+
+
+def _manifest_check(manifest: Manifest, models: Models) -> Check:
+    """What the manifest says of the graphs follows from the checkpoints and the plan; phones allocate by it."""
+    shape = model_shape(models.decoder.config)
+    pairs = {
+        "shape": (manifest.shape, shape),
+        "signatures": (manifest.signatures, signatures(shape, manifest.plan, manifest.embedder)),
+        "memory": (manifest.memory, memory_figures(shape, manifest.plan)),
+    }
+    wrong = [name for name, (found, expected) in pairs.items() if found != expected]
+    return Check("bundle", "manifest", "derived", len(wrong), 0, f"of {', '.join(pairs)}; wrong: {', '.join(wrong) or 'none'}")
 
 
 def integrity_checks(problems: list[str], folder: Path) -> list[Check]:
@@ -100,11 +128,11 @@ def integrity_checks(problems: list[str], folder: Path) -> list[Check]:
     return [Check("bundle", "files", "integrity", len(problems), 0, why)]
 
 
-def quantisation_loss(decoder: Decoder, tokens: list[int]) -> dict[str, float]:
-    """Distance of int8 weights from float32 on ``tokens``: perplexity of both and mean KL in nats a token."""
+def quantisation_loss(decoder: Decoder, quantized: Decoder, tokens: list[int]) -> dict[str, float]:
+    """Distance of ``quantized`` from float32 on ``tokens``: perplexity of both and mean KL in nats a token."""
     ids = torch.tensor(tokens)
     exact = torch.log_softmax(dense_logits(decoder, ids), -1)
-    coarse = torch.log_softmax(dense_logits(fake_quantize_(copy.deepcopy(decoder)), ids), -1)
+    coarse = torch.log_softmax(dense_logits(quantized, ids), -1)
     target = ids[1:, None]
     losses = [-float(x[:-1].gather(1, target).mean()) for x in (exact, coarse)]
     kl = float((exact.exp() * (exact - coarse)).sum(-1).mean())

@@ -7,28 +7,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from torch import nn
-
-from runtime_py.manifest import GraphSignature, Target
+from exporter.models.decoder import Decoder
+from exporter.models.encoder import Encoder
+from runtime_py.manifest import GraphPlan, GraphSignature, Target
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class GraphSet:
-    """The graphs of one bundle: full-precision modules, their signatures, and how the weights of each are to be stored."""
+class GraphSource:
+    """What the graphs of one bundle are made of: float32 models, the plan, signatures and weight storage by graph."""
 
-    modules: dict[str, nn.Module]
+    decoder: Decoder
+    encoder: Encoder
+    plan: GraphPlan
     signatures: dict[str, GraphSignature]
     weights: dict[str, str]
 
 
 class TargetLowering(Protocol):
-    """Lowers a ``GraphSet`` for one runtime."""
+    """Lowers a ``GraphSource`` for one runtime."""
 
     name: str
     weights: tuple[str, ...]
 
-    def lower(self, graphs: GraphSet, folder: Path, progress: Progress) -> Target:
+    def quantized(self, decoder: Decoder, encoder: Encoder, weights: dict[str, str]) -> tuple[Decoder, Encoder]:
+        """The models with their weights as this target stores them: what its graphs are compared with.
+
+        The models given are not changed; a model that is stored in float32 is returned as it is.
+        """
+        ...
+
+    def lower(self, source: GraphSource, folder: Path, progress: Progress) -> Target:
         """Write the files below ``folder/<name>/`` and describe them. Raises ``WorkError`` when lowering fails."""
         ...

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from pathlib import Path
 
 import onnx_ir as ir
 import onnxruntime
 
-from exporter.targets.base import GraphSet, Progress
+from exporter.graphs.build import build_graphs
+from exporter.models.decoder import Decoder
+from exporter.models.encoder import Encoder
+from exporter.quantization.int8 import fake_quantize_
+from exporter.targets.base import GraphSource, Progress
 from exporter.targets.onnx.export import export_graph
 from exporter.targets.onnx.int8 import Int8Codes, quantize_model
 from exporter.targets.onnx.weights import WeightsFile
@@ -21,17 +26,25 @@ class OnnxLowering:
     name = "onnx"
     weights = ("fp32", "int8")
 
-    def lower(self, graphs: GraphSet, folder: Path, progress: Progress) -> Target:
+    def quantized(self, decoder: Decoder, encoder: Encoder, weights: dict[str, str]) -> tuple[Decoder, Encoder]:
+        """See ``TargetLowering.quantized``."""
+        return (
+            fake_quantize_(copy.deepcopy(decoder)) if weights["prefill"] == "int8" else decoder,
+            fake_quantize_(copy.deepcopy(encoder)) if weights["embed"] == "int8" else encoder,
+        )
+
+    def lower(self, source: GraphSource, folder: Path, progress: Progress) -> Target:
         """Write ``onnx/<graph>.onnx`` and ``onnx/weights.bin``; the embedder is one file of its own."""
         out = folder / self.name
         out.mkdir(parents=True)
-        codes = Int8Codes(graphs.modules)
+        modules = build_graphs(source.decoder, source.encoder, source.plan)
+        codes = Int8Codes(modules)
         shared = WeightsFile(out / "weights.bin")
         files: dict[str, str] = {}
-        for graph, module in graphs.modules.items():
+        for graph, module in modules.items():
             started = time.monotonic()
-            model = export_graph(module, graphs.signatures[graph])
-            if graphs.weights[graph] == "int8":
+            model = export_graph(module, source.signatures[graph])
+            if source.weights[graph] == "int8":
                 quantize_model(model, codes, graph)
             if graph != "embed":
                 shared.externalize(model)
