@@ -13,6 +13,15 @@ from numpy.typing import NDArray
 # A part of the largest magnitude; 30 layers of the default model measure 4e-6 at most.
 FLOAT_LIMIT = 2e-5
 
+# For graphs that round their activations to int8 (``TargetLowering.rounded_graphs``), with what was measured on 30 layers.
+ROUNDED_WHY = "activations are rounded to int8, and engines round at slightly different points"
+ROUNDED_KL = 0.05  # nats
+ROUNDED_CHOICES = 0.15  # part of the greedy choices
+ROUNDED_ROWS = 0.05  # part of the kept rows
+ROUNDED_CACHE = 0.1  # root mean square difference as a part of the root mean square
+ROUNDED_VECTOR = 5e-3  # cosine distance
+ROUNDED_LAYER, ROUNDED_CENTROID = 5e-3, 0.1  # parts of the largest magnitude
+
 
 @dataclass(frozen=True)
 class Check:

@@ -6,7 +6,15 @@ import numpy as np
 import torch
 
 from exporter.models.decoder import Decoder, DecoderLayer
-from exporter.parity.checks import FLOAT_LIMIT, Check, relative_difference, worst
+from exporter.parity.checks import (
+    FLOAT_LIMIT,
+    ROUNDED_CENTROID,
+    ROUNDED_LAYER,
+    ROUNDED_WHY,
+    Check,
+    relative_difference,
+    worst,
+)
 from runtime_py.bundle import Bundle, EpisodesFile
 from runtime_py.embedder import F32
 from runtime_py.episodes.cache import I32, EpisodeCache
@@ -21,7 +29,7 @@ from runtime_py.tensor_files import map_tensors
 CENTROIDS_FILE = "episodes/centroids.safetensors"
 
 
-def episode_checks(bundle: Bundle, model: LanguageModel, decoder: Decoder) -> list[Check]:
+def episode_checks(bundle: Bundle, model: LanguageModel, decoder: Decoder, rounded: frozenset[str]) -> list[Check]:
     """Every episode has read the whole history, keeps rows in order, and holds what belongs to their tokens.
 
     ``decoder`` has the weights the bundle computes with. Keys and values of layer 0 follow from a row's token alone; those of
@@ -43,12 +51,13 @@ def episode_checks(bundle: Bundle, model: LanguageModel, decoder: Decoder) -> li
         sealed += [relative_difference(k, e) for k, e in zip(keys, model.sealed_keys(cache), strict=True)]
         first_layer += _first_layer(cache, decoder, tokens)
     n = len(history.episodes)
-    token_only = "layer 0's keys and values, computed again from each row's token; float32 rounding"
+    limit, reason = (ROUNDED_LAYER, ROUNDED_WHY) if "prefill" in rounded else (FLOAT_LIMIT, "float32 rounding")
+    token_only = f"layer 0's keys and values, computed again from each row's token; {reason}"
     return [
         Check("bundle", "episodes", "behind", behind, 0, f"of {n} episodes, of {len(tokens)} tokens"),
         Check("bundle", "episodes", "rows", misplaced, 0, "rows out of order, outside the history, or in place of a sink"),
         Check("bundle", "episodes", "sealed_keys", worst(sealed), 1e-6, "rotated again here; one bit of cos or sin"),
-        Check("bundle", "episodes", "first_layer", worst(first_layer), FLOAT_LIMIT, token_only),
+        Check("bundle", "episodes", "first_layer", worst(first_layer), limit, token_only),
         _prompt_check(bundle, history),
     ]
 
@@ -96,7 +105,7 @@ def _texts(segments: list[Segment], indices: list[int]) -> list[str]:
     return [segments[i].text for i in indices]
 
 
-def centroid_check(bundle: Bundle, vectors: F32) -> Check:
+def centroid_check(bundle: Bundle, vectors: F32, rounded: frozenset[str]) -> Check:
     """Each centroid is the mean of its segments' ``vectors [n_segments, d]``, embedded again by the reference."""
     labels = np.array([s.episode for s in bundle.episodes_file().segments])
     stored = map_tensors(bundle.path / CENTROIDS_FILE)[0]["centroids"]
@@ -104,5 +113,6 @@ def centroid_check(bundle: Bundle, vectors: F32) -> Check:
     if len(labels) == len(vectors) and set(labels.tolist()) == set(range(len(stored))):
         means = np.stack([vectors[labels == i].astype(np.float64).mean(0) for i in range(len(stored))])
         value = relative_difference(stored, means.astype(np.float32))
-    why = f"of {len(stored)} centroids to the means of their segments, embedded again; float32 rounding"
-    return Check("bundle", "episodes", "centroids", value, FLOAT_LIMIT, why)
+    limit, reason = (ROUNDED_CENTROID, ROUNDED_WHY) if "embed" in rounded else (FLOAT_LIMIT, "float32 rounding")
+    why = f"of {len(stored)} centroids to the means of their segments, embedded again; {reason}"
+    return Check("bundle", "episodes", "centroids", value, limit, why)

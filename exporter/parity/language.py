@@ -10,7 +10,18 @@ import torch
 
 from exporter.models.decoder import Decoder
 from exporter.models.dense import dense_logits
-from exporter.parity.checks import FLOAT_LIMIT, Check, kl_divergence, relative_difference, worst
+from exporter.parity.checks import (
+    FLOAT_LIMIT,
+    ROUNDED_CACHE,
+    ROUNDED_CHOICES,
+    ROUNDED_KL,
+    ROUNDED_ROWS,
+    ROUNDED_WHY,
+    Check,
+    kl_divergence,
+    relative_difference,
+    worst,
+)
 from runtime_py.bundle import Bundle
 from runtime_py.engines.base import Engine
 from runtime_py.episodes.cache import EpisodeCache, SealedCache
@@ -23,9 +34,7 @@ from runtime_py.thread import Thread
 EVICTING_BLOCKS = 4
 PROBES = ("What do the speakers talk about?", "Who has news, and what is it?", "What was decided last?")
 ANSWER_TOKENS = 24
-OTHER_CHOICES = 0.15
 _FLOAT_WHY = "float32 rounding, as a part of the largest magnitude"
-_INT8_WHY = "query and decode quantise activations to int8 in groups of 32, which PyTorch does not"
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,9 @@ class _Step:
     found: EpisodeCache
 
 
-def language_checks(bundle: Bundle, target: str, engine: Engine, reference: Engine, decoder: Decoder) -> list[Check]:
+def language_checks(
+    bundle: Bundle, target: str, engine: Engine, reference: Engine, decoder: Decoder, rounded: frozenset[str]
+) -> list[Check]:
     """All checks of the language model's graphs. ``decoder`` holds the weights that ``reference`` computes with."""
     manifest = bundle.manifest
     history = bundle.episodes_file()
@@ -45,8 +56,8 @@ def language_checks(bundle: Bundle, target: str, engine: Engine, reference: Engi
     models = [LanguageModel(e, manifest.shape, manifest.plan) for e in (reference, engine)]
     prompt = history.episodes[0].prompt
     steps = list(_steps(models[0], models[1], stream, prompt))
-    checks = [*_prefill_checks(target, steps), _full_attention_check(target, models[1], stream, decoder)]
-    checks += _logit_checks(target, models[0], models[1], steps[-1].expected, stream, manifest.plan.weights)
+    checks = [*_prefill_checks(target, steps, rounded), _full_attention_check(target, models[1], stream, decoder, rounded)]
+    checks += _logit_checks(target, models[0], models[1], steps[-1].expected, stream, rounded)
     return checks
 
 
@@ -67,7 +78,7 @@ def _steps(reference: LanguageModel, model: LanguageModel, stream: TokenStream, 
         cache = step.expected
 
 
-def _prefill_checks(target: str, steps: list[_Step]) -> list[Check]:
+def _prefill_checks(target: str, steps: list[_Step], rounded: frozenset[str]) -> list[Check]:
     """Kept rows must be the same ones; keys and values are compared where they are."""
     differing = sum(
         int(np.setdiff1d(a, b).size)
@@ -76,38 +87,43 @@ def _prefill_checks(target: str, steps: list[_Step]) -> list[Check]:
         for a, b in zip(expected, found, strict=True)
     )
     kept = sum(src.size for step in steps for src in step.expected.src)
-    checks = [
-        Check(
-            target,
-            "prefill",
-            "kept_rows",
-            differing,
-            0,
-            f"rows of {kept} kept by PyTorch only, over {len(steps)} blocks",
-        )
-    ]
-    for name in ("k", "v"):
-        differences = [
-            relative_difference(_where_equal(f, step.found, step.expected), _where_equal(e, step.expected, step.found))
-            for step in steps
-            for e, f in zip(_layers(step.expected, name), _layers(step.found, name), strict=True)
-        ]
-        label = {"k": "keys", "v": "values"}[name]
-        checks.append(Check(target, "prefill", label, worst(differences), FLOAT_LIMIT, _FLOAT_WHY))
+    why = f"rows of {kept} kept by PyTorch only, over {len(steps)} blocks"
+    if "prefill" in rounded:
+        checks = [Check(target, "prefill", "kept_rows", differing / kept, ROUNDED_ROWS, f"part of the {why}; {ROUNDED_WHY}")]
+    else:
+        checks = [Check(target, "prefill", "kept_rows", differing, 0, why)]
+    for name in ("keys", "values"):
+        pairs = [pair for step in steps for pair in _same_rows(step, name)]
+        if "prefill" in rounded:
+            value, limit = worst([_rms_difference(f, e) for f, e in pairs]), ROUNDED_CACHE
+            checks.append(Check(target, "prefill", name, value, limit, f"RMS difference, worst layer; {ROUNDED_WHY}"))
+        else:
+            value = worst([relative_difference(f, e) for f, e in pairs])
+            checks.append(Check(target, "prefill", name, value, FLOAT_LIMIT, _FLOAT_WHY))
     return checks
 
 
-def _layers(cache: EpisodeCache, name: str) -> list[tuple[int, np.ndarray]]:
-    return list(enumerate(cache.k if name == "k" else cache.v))
+def _same_rows(step: _Step, name: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Found and expected keys or values of each layer, for the tokens that both kept."""
+    rows = (step.found.k, step.expected.k) if name == "keys" else (step.found.v, step.expected.v)
+    for found_src, expected_src, found, expected in zip(step.found.src, step.expected.src, *rows, strict=True):
+        pairs = []
+        for head in range(len(found)):
+            _, i, j = np.intersect1d(found_src[head], expected_src[head], return_indices=True)
+            pairs.append((found[head][i], expected[head][j]))
+        yield np.concatenate([f for f, _ in pairs]), np.concatenate([e for _, e in pairs])
 
 
-def _where_equal(layer: tuple[int, np.ndarray], own: EpisodeCache, other: EpisodeCache) -> np.ndarray:
-    """Rows of one layer whose token both caches kept at the same place."""
-    index, rows = layer
-    return rows[own.src[index] == other.src[index]]
+def _rms_difference(found: np.ndarray, expected: np.ndarray) -> float:
+    """Root mean square of the difference as a part of the root mean square; NaN when anything is not finite."""
+    if not np.isfinite(found).all():
+        return float("nan")
+    return float(np.sqrt(np.square(found - expected).mean() / max(float(np.square(expected).mean()), 1e-12)))
 
 
-def _full_attention_check(target: str, model: LanguageModel, stream: TokenStream, decoder: Decoder) -> Check:
+def _full_attention_check(
+    target: str, model: LanguageModel, stream: TokenStream, decoder: Decoder, rounded: frozenset[str]
+) -> Check:
     """Before any eviction, prefill and query together are full attention over the whole text."""
     plan = model.plan
     seen = min(plan.min_budget, len(stream) - 1)
@@ -117,13 +133,13 @@ def _full_attention_check(target: str, model: LanguageModel, stream: TokenStream
     end = min(seen + plan.query + 3, len(stream))
     found = model.read(model.seal(cache), Tail.empty(model.shape, plan), stream.tokens(seen, end))
     expected = dense_logits(decoder, torch.tensor(stream.tokens(0, end)))[-1].numpy()
-    if plan.weights == "int8":
-        return Check(target, "query", "full_attention_kl", kl_divergence(expected, found), 0.05, _INT8_WHY)
+    if rounded & {"prefill", "query"}:
+        return Check(target, "query", "full_attention_kl", kl_divergence(expected, found), ROUNDED_KL, ROUNDED_WHY)
     return Check(target, "query", "full_attention", relative_difference(found, expected), FLOAT_LIMIT, _FLOAT_WHY)
 
 
 def _logit_checks(
-    target: str, reference: LanguageModel, model: LanguageModel, cache: EpisodeCache, stream: TokenStream, weights: str
+    target: str, reference: LanguageModel, model: LanguageModel, cache: EpisodeCache, stream: TokenStream, rounded: frozenset[str]
 ) -> list[Check]:
     """Logits behind the same evicted cache: a partial and a full chunk of the query graph, then single tokens."""
     count = 2 * model.plan.query
@@ -141,27 +157,27 @@ def _logit_checks(
         results[graph].append((expected, found))
     checks = []
     for graph, pairs in results.items():
-        if weights == "int8":
+        if graph in rounded:
             mean_kl = float(np.mean([kl_divergence(e, f) for e, f in pairs]))
-            checks.append(Check(target, graph, "logits_kl", mean_kl, 0.05, f"mean KL in nats; {_INT8_WHY}"))
+            checks.append(Check(target, graph, "logits_kl", mean_kl, ROUNDED_KL, f"mean KL in nats; {ROUNDED_WHY}"))
         else:
             value = worst([relative_difference(f, e) for e, f in pairs])
             checks.append(Check(target, graph, "logits", value, FLOAT_LIMIT, _FLOAT_WHY))
     return checks
 
 
-def answer_check(bundle: Bundle, target: str, engine: Engine, reference: Engine) -> Check:
+def answer_check(bundle: Bundle, target: str, engine: Engine, reference: Engine, rounded: frozenset[str]) -> Check:
     """Greedy answers to three questions, from routing to the last token, must be the same tokens.
 
     With int8 activations the first near tie parts the answers for good, so there each next token is compared behind the
     reference's own answer.
     """
-    if bundle.manifest.plan.weights == "int8":
+    if "decode" in rounded:
         alone = [_answers(bundle, reference, (probe,))[0] for probe in PROBES]
         total = sum(len(a.tokens) for a in alone)
         wrong = sum(_other_choices(bundle, engine, probe, a) for probe, a in zip(PROBES, alone, strict=True))
-        why = f"part of {total} greedy choices behind the same tokens; {_INT8_WHY}"
-        return Check(target, "decode", "other_choices", wrong / max(total, 1), OTHER_CHOICES, why)
+        why = f"part of {total} greedy choices behind the same tokens; {ROUNDED_WHY}"
+        return Check(target, "decode", "other_choices", wrong / max(total, 1), ROUNDED_CHOICES, why)
     expected, found = (_answers(bundle, each, PROBES) for each in (reference, engine))
     total = sum(len(a.tokens) for a in expected)
     differing = sum(_differing(a.tokens, b.tokens) for a, b in zip(expected, found, strict=True))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from exporter.checkpoints.base import Checkpoint
-from exporter.parity.checks import FLOAT_LIMIT, Check, relative_difference, worst
+from exporter.parity.checks import FLOAT_LIMIT, ROUNDED_VECTOR, ROUNDED_WHY, Check, relative_difference, worst
 from exporter.parity.episodes import CENTROIDS_FILE
 from exporter.template import cut_template, template_texts
 from runtime_py.bundle import Bundle
@@ -42,17 +42,16 @@ class Texts:
         """Vectors ``[n, d]`` of all texts."""
         return Embedder(engine, bundle.sentence_tokenizer()).embed_all(self.all)
 
-    def segment_vectors(self, bundle: Bundle, engine: Engine) -> F32:
-        """Vectors ``[n_segments, d]`` of the segments."""
-        return Embedder(engine, bundle.sentence_tokenizer()).embed_all(self.all[: self.n_segments])
 
-
-def embedder_checks(bundle: Bundle, target: str, engine: Engine, reference: Engine, texts: Texts, exact: F32) -> list[Check]:
-    """The shipped embedder against its equally quantised PyTorch model, and against ``exact``, the float32 one's vectors."""
-    found, expected = texts.vectors(bundle, engine), texts.vectors(bundle, reference)
+def embedder_checks(bundle: Bundle, target: str, found: F32, expected: F32, exact: F32, rounded: frozenset[str]) -> list[Check]:
+    """Vectors ``[n, d]`` of the shipped embedder against its equally quantised PyTorch model's, and the float32 one's."""
     centroids = Centroids.of(map_tensors(bundle.path / CENTROIDS_FILE)[0]["centroids"])
-    n = len(texts.all)
+    n = len(found)
     vector = Check(target, "embed", "vector", worst([relative_difference(found, expected)]), FLOAT_LIMIT, "float32 rounding")
+    if "embed" in rounded:
+        apart = 1.0 - float(np.einsum("nd,nd->n", found, expected).min())
+        why = f"cosine distance to the equally quantised model, worst of {n} texts; {ROUNDED_WHY}"
+        vector = Check(target, "embed", "vector", apart, ROUNDED_VECTOR, why)
     if not np.isfinite(found).all():
         return [vector]  # such a vector routes nowhere
     margins = [m for f, e in zip(found, exact, strict=True) if (m := _lost_margin(f, e, centroids)) is not None]

@@ -9,7 +9,10 @@ from exporter.targets.base import TargetLowering
 from runtime_py.errors import UsageError
 
 # name -> (module that offers LOWERING, library that must be installed)
-TARGETS = {"onnx": ("exporter.targets.onnx.lowering", "onnxruntime")}
+TARGETS = {
+    "onnx": ("exporter.targets.onnx.lowering", "onnxruntime"),
+    "executorch": ("exporter.targets.executorch.lowering", "executorch"),
+}
 
 
 def installed_targets() -> list[str]:

@@ -38,6 +38,14 @@ class TargetLowering(Protocol):
         """
         ...
 
+    def rounded_graphs(self, weights: dict[str, str]) -> frozenset[str]:
+        """Graphs whose activations are rounded to int8 while they run.
+
+        Engines round at slightly different points, and one step more or less grows from layer to layer: such a graph is near
+        its PyTorch model, never equal to it.
+        """
+        ...
+
     def lower(self, source: GraphSource, folder: Path, progress: Progress) -> Target:
         """Write the files below ``folder/<name>/`` and describe them. Raises ``WorkError`` when lowering fails."""
         ...

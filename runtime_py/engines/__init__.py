@@ -10,7 +10,10 @@ from runtime_py.errors import UsageError
 from runtime_py.manifest import Manifest
 
 # name -> (module, class); imported on use, so that one engine's libraries are not needed for another
-ENGINES = {"onnx": ("runtime_py.engines.onnx", "OnnxEngine")}
+ENGINES = {
+    "onnx": ("runtime_py.engines.onnx", "OnnxEngine"),
+    "executorch": ("runtime_py.engines.executorch", "ExecutorchEngine"),
+}
 
 
 def open_engine(name: str, folder: Path, manifest: Manifest, threads: int = 0) -> Engine:

@@ -45,6 +45,10 @@ class ExecutorchLowering:
             quantize_encoder_(copy.deepcopy(encoder)) if weights["embed"] == "int8" else encoder,
         )
 
+    def rounded_graphs(self, weights: dict[str, str]) -> frozenset[str]:
+        """See ``TargetLowering.rounded_graphs``: all integer products of XNNPACK take activations of 8 bits."""
+        return frozenset(graph for graph, kind in weights.items() if kind in ("int4", "int8"))
+
     def lower(self, source: GraphSource, folder: Path, progress: Progress) -> Target:
         """Write ``executorch/model.pte`` and ``executorch/embedder.pte``."""
         out = folder / self.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,8 @@ from torch.nn import functional as F
 
 from exporter.graphs.attention import AttentionOps
 from exporter.models.decoder import RMSNorm
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def _logits(q: Tensor, k: Tensor) -> Tensor:
@@ -49,10 +52,10 @@ class LinearRMSNorm(nn.Module):
         return x * torch.rsqrt(F.linear(x * x, self.mean, self.eps)) * self.weight
 
 
-def rewritten(model: nn.Module) -> nn.Module:
+def rewritten(model: M) -> M:
     """A copy of ``model`` that shares its weights and has every RMSNorm replaced."""
     shared: dict[int, object] = {id(p): p for p in (*model.parameters(), *model.buffers())}
-    result: nn.Module = copy.deepcopy(model, shared)
+    result = copy.deepcopy(model, shared)
     for parent in list(result.modules()):
         for name, child in parent.named_children():
             if isinstance(child, RMSNorm):

@@ -15,7 +15,7 @@ from exporter.models.encoder import Encoder
 from exporter.quantization.int8 import fake_quantize_
 from exporter.targets.base import GraphSource, Progress
 from exporter.targets.onnx.export import export_graph
-from exporter.targets.onnx.int8 import Int8Codes, quantize_model
+from exporter.targets.onnx.int8 import INT8_ACTIVATION_GRAPHS, Int8Codes, quantize_model
 from exporter.targets.onnx.weights import WeightsFile
 from runtime_py.manifest import Target
 
@@ -32,6 +32,10 @@ class OnnxLowering:
             fake_quantize_(copy.deepcopy(decoder)) if weights["prefill"] == "int8" else decoder,
             fake_quantize_(copy.deepcopy(encoder)) if weights["embed"] == "int8" else encoder,
         )
+
+    def rounded_graphs(self, weights: dict[str, str]) -> frozenset[str]:
+        """See ``TargetLowering.rounded_graphs``."""
+        return frozenset(graph for graph in INT8_ACTIVATION_GRAPHS if weights[graph] == "int8")
 
     def lower(self, source: GraphSource, folder: Path, progress: Progress) -> Target:
         """Write ``onnx/<graph>.onnx`` and ``onnx/weights.bin``; the embedder is one file of its own."""
