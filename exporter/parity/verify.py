@@ -96,10 +96,11 @@ def verify_bundle(bundle: Bundle, models: Models, progress: Progress = lambda _:
         engine, stored = bundle.engine(target), models.quantized(manifest, target)
         reference = stored.full_engine(manifest)
         expected = texts.vectors(bundle, reference)
-        if target == next(iter(manifest.targets)):  # its graphs have read the history
-            checks += episode_checks(bundle, LanguageModel(reference, manifest.shape, manifest.plan), stored.decoder)
-            checks.append(centroid_check(bundle, expected[: texts.n_segments]))
         rounded = lowering(target).rounded_graphs(graph_weights(manifest.plan, manifest.embedder))
+        if target == next(iter(manifest.targets)):  # its graphs have read the history
+            reader = LanguageModel(reference, manifest.shape, manifest.plan)
+            checks += episode_checks(bundle, reader, stored.decoder, rounded)
+            checks.append(centroid_check(bundle, expected[: texts.n_segments], rounded))
         progress(f"{target}: prefill, query and decode over evicting blocks")
         checks += language_checks(bundle, target, engine, reference, stored.decoder, rounded)
         progress(f"{target}: greedy answers")
