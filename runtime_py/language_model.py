@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from runtime_py.engines.base import Array, Engine
 from runtime_py.episodes.cache import F32, EpisodeCache, SealedCache
+from runtime_py.errors import Cancelled
 from runtime_py.manifest import GraphPlan, ModelShape
 from runtime_py.rope import rope_table, rotate
 
@@ -44,6 +45,17 @@ class LanguageModel:
 
         With an empty prompt nothing may be evicted: ``n_seen + len(tokens)`` must not exceed the smallest layer budget.
         """
+        outputs = self.engine.run("prefill", self.prefill_inputs(cache, tokens, prompt))
+        layers = range(self.shape.n_layers)
+        return EpisodeCache(
+            [outputs[f"kept_k_{i}"].astype(np.float32, copy=False) for i in layers],
+            [outputs[f"kept_v_{i}"].astype(np.float32, copy=False) for i in layers],
+            [outputs[f"kept_src_{i}"].astype(np.int32, copy=False) for i in layers],
+            cache.n_seen + len(tokens),
+        )
+
+    def prefill_inputs(self, cache: EpisodeCache, tokens: Sequence[int], prompt: Sequence[int]) -> dict[str, Array]:
+        """The inputs of the prefill graph by name, for the arguments of ``prefill``."""
         plan, first = self.plan, first_position(self.plan, cache.n_seen)
         assert 1 <= len(tokens) <= plan.block and len(prompt) <= plan.prompt
         assert prompt or cache.n_seen + len(tokens) <= plan.min_budget
@@ -55,7 +67,7 @@ class LanguageModel:
             ]
         )
         cos, sin = rope_table(self._inv_freq, np.maximum(positions, 0))
-        inputs: dict[str, Array] = {
+        return {
             "tokens": _padded(tokens, plan.block),
             "prompt": _padded(prompt, plan.prompt),
             "n_tokens": _scalar(len(tokens)),
@@ -67,14 +79,6 @@ class LanguageModel:
             **_named("v", cache.v),
             **_named("src", cache.src),
         }
-        outputs = self.engine.run("prefill", inputs)
-        layers = range(self.shape.n_layers)
-        return EpisodeCache(
-            [outputs[f"kept_k_{i}"].astype(np.float32, copy=False) for i in layers],
-            [outputs[f"kept_v_{i}"].astype(np.float32, copy=False) for i in layers],
-            [outputs[f"kept_src_{i}"].astype(np.int32, copy=False) for i in layers],
-            cache.n_seen + len(tokens),
-        )
 
     def sealed_keys(self, cache: EpisodeCache) -> list[F32]:
         """Keys rotated at their compacted positions, float32 ``[Hkv, M_l, D]`` a layer."""
@@ -90,14 +94,16 @@ class LanguageModel:
         """The cache as query and decode read it."""
         return SealedCache(self.sealed_keys(cache), cache.v, cache.n_seen)
 
-    def read(self, sealed: SealedCache, tail: Tail, tokens: Sequence[int]) -> F32:
+    def read(self, sealed: SealedCache, tail: Tail, tokens: Sequence[int], cancelled: Callable[[], bool] = lambda: False) -> F32:
         """Read 1 or more ``tokens`` into the tail, in chunks of Q; returns the logits ``[vocab]`` behind the last one.
 
-        The tail must have room for all of them.
+        The tail must have room for all of them. Raises ``Cancelled`` between two chunks; those read stay in the tail.
         """
         assert tokens and tail.used + len(tokens) <= self.plan.tail
         logits: F32 = np.empty(0, np.float32)
         for start in range(0, len(tokens), self.plan.query):
+            if cancelled():
+                raise Cancelled("Reading the question was stopped.")
             logits = self._read_chunk(sealed, tail, tokens[start : start + self.plan.query])
         return logits
 

@@ -24,6 +24,7 @@ Array = NDArray[Any]
 
 # Bounds for quantised weights, whose activations are rounded differently by each engine; float32 has FLOAT only.
 FLOAT, OTHER_ROWS, KL = 2e-5, 0.05, 0.1
+TIED_ROWS = 1e-4  # part of the rows: float32 scores that tie within rounding may fall either way
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def compare(
     """Results for each graph; ``exact`` holds float32 to rounding, anything else to the bounds of quantised weights."""
     other = _other_rows(found["src"], expected["src"], budgets)
     same = (found["src"] == expected["src"]) & (expected["src"] >= 0)
-    results = [SelftestResult("prefill", "other_rows", other, 0.0 if exact else OTHER_ROWS)]
+    results = [SelftestResult("prefill", "other_rows", other, TIED_ROWS if exact else OTHER_ROWS)]
     if exact:
         for name in ("key_sums", "value_sums"):
             results.append(SelftestResult("prefill", name, _difference(found[name][same], expected[name][same]), FLOAT))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,18 @@ class _Masks:
     rows: Tensor  # [M+B] additive
     block: Tensor  # [G*B, M+B] additive
     prompt: Tensor  # [G*P, M+B+P] additive
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What one layer may keep: its cached and block rows (``keys`` and ``values`` have the prompt's behind them)."""
+
+    budget: int
+    keys: Tensor  # [Hkv, M+B+P, D], before RoPE
+    values: Tensor  # [Hkv, M+B+P, D]
+    sources: Tensor  # [Hkv, M+B] int32
+    scores: Tensor  # [Hkv, M+B]
+    valid: Tensor  # [M+B] 0/1
 
 
 class PrefillGraph(nn.Module):
@@ -48,12 +62,37 @@ class PrefillGraph(nn.Module):
         v: list[Tensor],
         src: list[Tensor],
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        kept: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+        for rows in self._read(tokens, prompt, n_tokens, n_prompt, n_seen, cos, sin, k, v, src):
+            sink = (rows.sources < self.plan.n_sinks).to(torch.float32) * rows.valid
+            index = kept_rows(rows.scores, rows.valid.expand(rows.scores.shape), sink, rows.budget)
+            for part, values in zip(kept, (rows.keys, rows.values, rows.sources), strict=True):
+                part.append(take_rows(values, index))
+        return kept
+
+    def scores(self, **inputs: Any) -> list[Tensor]:
+        """The score of each cached or block row, ``[Hkv, M_l+B]`` a layer, for the inputs of ``forward``."""
+        return [rows.scores for rows in self._read(**inputs)]
+
+    def _read(
+        self,
+        tokens: Tensor,
+        prompt: Tensor,
+        n_tokens: Tensor,
+        n_prompt: Tensor,
+        n_seen: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k: list[Tensor],
+        v: list[Tensor],
+        src: list[Tensor],
+    ) -> Iterator[_Rows]:
+        """Run the layers; each gives the rows it may keep."""
         plan, decoder = self.plan, self.decoder
         prompt_valid = (torch.arange(plan.prompt, dtype=torch.int32) < n_prompt).to(torch.float32)
         block_src = torch.arange(plan.block, dtype=torch.int32) + n_seen
         masks = {m: self._masks(m, n_tokens, n_prompt, n_seen) for m in sorted(set(plan.layer_budgets))}
         x = decoder.embedding(torch.cat([tokens[0], prompt[0]]).to(torch.int64))
-        kept: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
         for layer, cache_k, cache_v, cache_src, budget in zip(decoder.layers, k, v, src, plan.layer_budgets, strict=True):
             assert isinstance(layer, DecoderLayer)
             mask = masks[budget]
@@ -63,14 +102,8 @@ class PrefillGraph(nn.Module):
             first = plan.max_budget - budget
             attended, scores = self._attend(q, rotate(keys, cos[first:], sin[first:]), values, cos, sin, mask, prompt_valid)
             x = layer.finish(x, attended)
-
             sources = torch.cat([cache_src, block_src.expand(cache_src.shape[0], plan.block)], dim=1)
-            sink = (sources < plan.n_sinks).to(torch.float32) * mask.row_valid
-            index = kept_rows(scores, mask.row_valid.expand(scores.shape), sink, budget)
-            kept[0].append(take_rows(keys, index))
-            kept[1].append(take_rows(values, index))
-            kept[2].append(take_rows(sources, index))
-        return kept
+            yield _Rows(budget, keys, values, sources, scores, mask.row_valid)
 
     def _masks(self, budget: int, n_tokens: Tensor, n_prompt: Tensor, n_seen: Tensor) -> _Masks:
         block, prompt, group = self.plan.block, self.plan.prompt, self.decoder.config.group

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,8 +23,10 @@ from exporter.parity.checks import (
     relative_difference,
     worst,
 )
+from exporter.parity.kept_rows import F32, KeptRows, compare_kept
+from exporter.parity.torch_engine import TorchEngine
 from runtime_py.bundle import Bundle
-from runtime_py.engines.base import Engine
+from runtime_py.engines.base import Array, Engine
 from runtime_py.episodes.cache import EpisodeCache, SealedCache
 from runtime_py.episodes.cache_files import read_cache, read_sealed
 from runtime_py.episodes.rendering import TokenStream
@@ -37,16 +40,20 @@ ANSWER_TOKENS = 24
 _FLOAT_WHY = "float32 rounding, as a part of the largest magnitude"
 
 
+Scores = Callable[[Mapping[str, Array]], Sequence[F32]]
+
+
 @dataclass(frozen=True)
 class _Step:
     """Caches after one block, from the same cache before it."""
 
     expected: EpisodeCache
     found: EpisodeCache
+    kept: KeptRows
 
 
 def language_checks(
-    bundle: Bundle, target: str, engine: Engine, reference: Engine, decoder: Decoder, rounded: frozenset[str]
+    bundle: Bundle, target: str, engine: Engine, reference: TorchEngine, decoder: Decoder, rounded: frozenset[str]
 ) -> list[Check]:
     """All checks of the language model's graphs. ``decoder`` holds the weights that ``reference`` computes with."""
     manifest = bundle.manifest
@@ -55,13 +62,15 @@ def language_checks(
     stream = TokenStream(manifest.template.prefix, encode, history.speakers, history.utterances)
     models = [LanguageModel(e, manifest.shape, manifest.plan) for e in (reference, engine)]
     prompt = history.episodes[0].prompt
-    steps = list(_steps(models[0], models[1], stream, prompt))
+    steps = list(_steps(models[0], models[1], stream, prompt, reference.scores))
     checks = [*_prefill_checks(target, steps, rounded), _full_attention_check(target, models[1], stream, decoder, rounded)]
     checks += _logit_checks(target, models[0], models[1], steps[-1].expected, stream, rounded)
     return checks
 
 
-def _steps(reference: LanguageModel, model: LanguageModel, stream: TokenStream, prompt: list[int]) -> Iterator[_Step]:
+def _steps(
+    reference: LanguageModel, model: LanguageModel, stream: TokenStream, prompt: list[int], scores: Scores
+) -> Iterator[_Step]:
     """The blocks up to the first eviction and ``EVICTING_BLOCKS`` behind it, the last one partial."""
     plan, cache = reference.plan, EpisodeCache.empty(reference.shape, reference.plan)
     evicting = 0
@@ -73,25 +82,22 @@ def _steps(reference: LanguageModel, model: LanguageModel, stream: TokenStream, 
             length = length if evicting < EVICTING_BLOCKS else length // 2 + 1
         tokens = stream.tokens(cache.n_seen, min(cache.n_seen + length, len(stream)))
         scorers = [] if early else prompt
-        step = _Step(reference.prefill(cache, tokens, scorers), model.prefill(cache, tokens, scorers))
-        yield step
-        cache = step.expected
+        inputs = reference.prefill_inputs(cache, tokens, scorers)
+        expected, found = reference.prefill(cache, tokens, scorers), model.prefill(cache, tokens, scorers)
+        yield _Step(expected, found, compare_kept(cache, expected, found, plan.n_sinks, partial(scores, inputs)))
+        cache = expected
 
 
 def _prefill_checks(target: str, steps: list[_Step], rounded: frozenset[str]) -> list[Check]:
     """Kept rows must be the same ones; keys and values are compared where they are."""
-    differing = sum(
-        int(np.setdiff1d(a, b).size)
-        for step in steps
-        for expected, found in zip(step.expected.src, step.found.src, strict=True)
-        for a, b in zip(expected, found, strict=True)
-    )
+    differing, tied = sum(step.kept.differing for step in steps), sum(step.kept.tied for step in steps)
     kept = sum(src.size for step in steps for src in step.expected.src)
-    why = f"rows of {kept} kept by PyTorch only, over {len(steps)} blocks"
+    why = f"rows of {kept} that one side kept alone, over {len(steps)} blocks"
     if "prefill" in rounded:
         checks = [Check(target, "prefill", "kept_rows", differing / kept, ROUNDED_ROWS, f"part of the {why}; {ROUNDED_WHY}")]
     else:
-        checks = [Check(target, "prefill", "kept_rows", differing, 0, why)]
+        why += f"; {tied} more have the last kept score within float32 rounding" if tied else ""
+        checks = [Check(target, "prefill", "kept_rows", differing - tied, 0, why)]
     for name in ("keys", "values"):
         pairs = [pair for step in steps for pair in _same_rows(step, name)]
         if "prefill" in rounded:

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from torch import nn
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from exporter.graphs.build import build_graphs
+from exporter.graphs.prefill import PrefillGraph
 from exporter.graphs.signatures import flatten, nest, signatures
 from exporter.models.decoder import Decoder
 from exporter.models.encoder import Encoder
@@ -32,11 +34,21 @@ class TorchEngine:
 
     def run(self, graph: str, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """See ``Engine.run``."""
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # mapped caches are read-only, which the graphs respect
-            tensors = {spec.name: torch.from_numpy(np.asarray(inputs[spec.name])) for spec in self._signatures[graph].inputs}
-            outputs = flatten(self._modules[graph](**nest(tensors)))
+        with torch.no_grad():
+            outputs = flatten(self._modules[graph](**nest(self._tensors(graph, inputs))))
         return {s.name: t.numpy() for s, t in zip(self._signatures[graph].outputs, outputs, strict=True)}
+
+    def _tensors(self, graph: str, inputs: Mapping[str, Array]) -> dict[str, Tensor]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # mapped caches are read-only, which the graphs respect
+            return {spec.name: torch.from_numpy(np.asarray(inputs[spec.name])) for spec in self._signatures[graph].inputs}
+
+    def scores(self, inputs: Mapping[str, Array]) -> list[NDArray[np.float32]]:
+        """Scores of the cached and block rows, ``[Hkv, M_l+B]`` a layer, for the inputs of ``prefill``."""
+        prefill = self._modules["prefill"]
+        assert isinstance(prefill, PrefillGraph)
+        with torch.no_grad():
+            return [t.numpy() for t in prefill.scores(**nest(self._tensors("prefill", inputs)))]
 
     def close(self) -> None:
         """Nothing to release: the models belong to the caller."""

@@ -57,7 +57,7 @@ def _consumers(module: GraphModule, caches: set[Node]) -> Iterator[Node]:
             continue
         name = _name(node)
         if name == "executorch_call_delegate":
-            lowered = getattr(module, str(node.args[0].target))  # type: ignore[union-attr]
+            lowered = getattr(module, str(node.args[0].target))
             inner = lowered.original_module.graph_module
             inputs = [n for n in inner.graph.nodes if n.op == "placeholder"]
             # Constants of the delegate come first among its placeholders; the call's arguments fill the last ones.
