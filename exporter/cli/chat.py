@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import resource
 import signal
 import sys
 from collections.abc import Iterator
@@ -59,11 +60,17 @@ def _show(session: Session, question: str, options: argparse.Namespace) -> None:
     """One question and its answer, streamed, or as JSON with the engine's name."""
     if options.json:
         answer = session.ask(question, max_new_tokens=options.max_tokens)
-        shown = {"question": question, **dataclasses.asdict(answer), "engine": options.engine}
+        shown = {"question": question, **dataclasses.asdict(answer), "engine": session.engine_name, "peak_rss_mb": _peak_rss()}
         print(json.dumps(shown, ensure_ascii=False), flush=True)
         return
     print(f"> {question}")
     print(_summary(session.ask(question, lambda text: print(text, end="", flush=True), options.max_tokens)))
+
+
+def _peak_rss() -> float:
+    """Most memory this process ever held, in MB; Linux counts it in KiB, macOS in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return round(peak / (1e6 if sys.platform == "darwin" else 1e6 / 1024), 1)
 
 
 def _summary(answer: Answer) -> str:

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 from exporter.plan import parse_count
 from runtime_py.bundle import Bundle
+from runtime_py.engines import ENGINES
 from runtime_py.engines.base import Engine
-from runtime_py.errors import EpiCacheError
+from runtime_py.errors import BundleError, EpiCacheError
 
 T = TypeVar("T")
 
@@ -44,15 +45,22 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """Which engine runs the graphs."""
-    parser.add_argument("--engine", choices=("onnx", "torch"), default="onnx", help="default: onnx")
+    parser.add_argument("--engine", choices=(*ENGINES, "torch"), help="default: the bundle's first target")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads of the engine (default: it chooses)")
     add_checkpoints(parser)
+
+
+def default_engine(bundle: Bundle) -> str:
+    """The engine of the bundle's first target. Raises ``BundleError`` when it has none."""
+    if not bundle.manifest.targets:
+        raise BundleError(f"{bundle.path} has no target to run. Build it again.")
+    return next(iter(bundle.manifest.targets))
 
 
 def open_chosen_engine(bundle: Bundle, options: argparse.Namespace) -> Engine:
     """The engine that ``options`` name; PyTorch reads the checkpoint itself."""
     if options.engine != "torch":
-        return bundle.engine(options.engine, max(options.threads, 0))
+        return bundle.engine(options.engine or default_engine(bundle), max(options.threads, 0))
     import torch
 
     from exporter.parity.verify import load_models

@@ -10,8 +10,10 @@ from exporter.console import Stages
 from exporter.parity.checks import Check
 from exporter.parity.verify import integrity_checks, load_models, verify_bundle
 from runtime_py.bundle import Bundle
+from runtime_py.engines import ENGINES
 from runtime_py.errors import BundleError
 from runtime_py.integrity import check_sums
+from runtime_py.selftest import selftest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,24 +21,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_bundle(parser)
     add_checkpoints(parser)
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
+    parser.add_argument("--selftest", action="store_true", help="only replay the self-test vectors; needs no checkpoint")
+    parser.add_argument("--engine", choices=tuple(ENGINES), help="with --selftest: one engine (default: each target's)")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print every check; returns 1 when one does not hold."""
     stages = Stages()
-    checks = _checks(options.bundle, options.model, options.embedder, stages)
+    checks = _selftest(options, stages) if options.selftest else _checks(options, stages)
     passed = all(c.passed for c in checks)
     if options.json:
         print_json({"pass": passed, "checks": [c.to_json() for c in checks]})
     else:
         for c in checks:
             verdict = "PASS" if c.passed else "FAIL"
-            print(f"{verdict} {c.target:>7} {c.graph:>9} {c.name:<16} {c.value:.3g} (limit {c.limit:g}): {c.why}")
+            print(f"{verdict} {c.target:>10} {c.graph:>9} {c.name:<16} {c.value:.3g} (limit {c.limit:g}): {c.why}")
         print(f"{sum(c.passed for c in checks)} of {len(checks)} checks hold")
     return 0 if passed else BundleError.exit_code
 
 
-def _checks(folder: Path, model: str | None, embedder: str | None, stages: Stages) -> list[Check]:
+def _selftest(options: argparse.Namespace, stages: Stages) -> list[Check]:
+    """What a phone does to check itself: replay the stored vectors, compare with the stored results."""
+    bundle = Bundle.open(options.bundle)
+    checks = []
+    for target in [options.engine] if options.engine else bundle.manifest.targets:
+        with stages.stage(f"self-test {target}"):
+            engine = bundle.engine(target)
+            checks += [Check(target, r.graph, r.name, r.value, r.limit, "self-test vectors") for r in selftest(bundle, engine)]
+            engine.close()
+    return checks
+
+
+def _checks(options: argparse.Namespace, stages: Stages) -> list[Check]:
+    folder: Path = options.bundle
     if not (folder / "manifest.json").exists():
         Bundle.open(folder)  # says what is missing
     with stages.stage("integrity"):
@@ -45,6 +62,6 @@ def _checks(folder: Path, model: str | None, embedder: str | None, stages: Stage
         return checks
     bundle = Bundle.open(folder, check=False)
     with stages.stage("load"):
-        models = load_models(bundle.manifest, model, embedder)
+        models = load_models(bundle.manifest, options.model, options.embedder)
     with stages.stage("parity"):
         return checks + verify_bundle(bundle, models, stages.note)
