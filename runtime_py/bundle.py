@@ -57,6 +57,8 @@ class Bundle:
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
+        self._text: TextTokenizer | None = None
+        self._sentence: SentenceTokenizer | None = None
 
     @property
     def id(self) -> str:
@@ -87,14 +89,19 @@ class Bundle:
         return bundle
 
     def text_tokenizer(self) -> TextTokenizer:
-        """The language model's tokenizer."""
-        return TextTokenizer(self.path / "tokenizer" / "tokenizer.json", self.manifest.template.stop_ids)
+        """The language model's tokenizer, built once: that takes longer than opening a session does otherwise."""
+        if self._text is None:
+            path = self.path / "tokenizer" / "tokenizer.json"
+            self._text = TextTokenizer(path, self.manifest.template.stop_ids)
+        return self._text
 
     def sentence_tokenizer(self) -> SentenceTokenizer:
-        """The sentence encoder's tokenizer."""
-        info = self.manifest.embedder
-        path = self.path / "tokenizer" / "embedder.json"
-        return SentenceTokenizer(path, info.cls_id, info.sep_id, info.pad_id, info.length)
+        """The sentence encoder's tokenizer, built once."""
+        if self._sentence is None:
+            info = self.manifest.embedder
+            path = self.path / "tokenizer" / "embedder.json"
+            self._sentence = SentenceTokenizer(path, info.cls_id, info.sep_id, info.pad_id, info.length)
+        return self._sentence
 
     def episodes_file(self) -> EpisodesFile:
         """The history the bundle was built with. Raises ``BundleError`` naming the field that cannot be right."""
