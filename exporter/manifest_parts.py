@@ -14,6 +14,8 @@ _LIBRARIES = (
     "onnxscript",
     "onnx-ir",
     "onnxruntime",
+    "executorch",
+    "torchao",
     "transformers",
     "tokenizers",
     "safetensors",
@@ -36,8 +38,9 @@ def model_shape(config: DecoderConfig) -> ModelShape:
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of the libraries a bundle depends on."""
-    return {name: importlib.metadata.version(name) for name in _LIBRARIES}
+    """Versions of the installed libraries that a bundle may depend on."""
+    installed = {d.name.lower() for d in importlib.metadata.distributions()}
+    return {name: importlib.metadata.version(name) for name in _LIBRARIES if name in installed}
 
 
 def memory_figures(shape: ModelShape, plan: GraphPlan) -> dict[str, Any]:

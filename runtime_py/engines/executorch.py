@@ -5,6 +5,7 @@ Inputs are tensors only and are taken by pointer; outputs are planned inside the
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import warnings
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from runtime_py.engines.base import Array
+from runtime_py.engines.requirements import check_threads, check_version
 from runtime_py.errors import BundleError, WorkError
 from runtime_py.manifest import GraphSignature, Manifest
 
@@ -40,6 +42,9 @@ class ExecutorchEngine:
     name = "executorch"
 
     def __init__(self, folder: Path, manifest: Manifest, threads: int = 0) -> None:
+        check_threads(threads)
+        installed = importlib.metadata.version("executorch")
+        check_version(folder, self.name, manifest.targets[self.name].minimum_runtime, "executorch", installed)
         self._folder, self._manifest, self._threads = folder, manifest, threads
         self._methods: dict[str, Any] = {}
         self._programs: dict[Path, Any] = {}

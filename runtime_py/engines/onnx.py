@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,10 +9,10 @@ import numpy as np
 import onnxruntime as ort
 
 from runtime_py.engines.base import Array
-from runtime_py.errors import BundleError, UsageError, WorkError
+from runtime_py.engines.requirements import check_threads, check_version
+from runtime_py.errors import BundleError, WorkError
 from runtime_py.manifest import Manifest, graph_weights
 
-MAX_THREADS = 256
 _TYPES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(int32)": "int32"}
 
 
@@ -26,11 +25,10 @@ class OnnxEngine:
     name = "onnx"
 
     def __init__(self, folder: Path, manifest: Manifest, threads: int = 0) -> None:
-        if not 0 <= threads <= MAX_THREADS:
-            raise UsageError(f"{threads} threads are not possible: allowed are 1 to {MAX_THREADS}, or 0 for as many as fit.")
+        check_threads(threads)
         self._folder, self._manifest, self._threads = folder, manifest, threads
         self._sessions: dict[str, ort.InferenceSession] = {}
-        _check_version(folder, manifest.targets[self.name].minimum_runtime)
+        check_version(folder, self.name, manifest.targets[self.name].minimum_runtime, "onnxruntime", ort.__version__)
 
     def _session(self, graph: str) -> ort.InferenceSession:
         if graph not in self._sessions:
@@ -83,25 +81,6 @@ class OnnxEngine:
     def close(self) -> None:
         """See ``Engine.close``."""
         self._sessions.clear()
-
-
-def _check_version(folder: Path, minimum: str) -> None:
-    """Refuse a bundle made for a newer ONNX Runtime: it may use operators this one lacks, or computes otherwise."""
-    match = re.fullmatch(r"onnxruntime (\d{1,6}(?:\.\d{1,6}){0,5})(?:\D\S{0,40})?", minimum, re.ASCII)
-    if match is None:
-        raise BundleError(
-            f"{folder / 'manifest.json'}: targets.onnx.minimum_runtime is {minimum[:80]!r}; a version like "
-            "'onnxruntime 1.32.0' is expected. Copy the bundle again, or build it anew."
-        )
-    if _numbers(match[1]) > _numbers(ort.__version__):
-        raise BundleError(
-            f"{folder} needs {minimum} or newer; this is onnxruntime {ort.__version__}. Update onnxruntime, or build the "
-            "bundle with this version."
-        )
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
 
 def _described(value: tuple[str, list[int]] | None) -> str:
