@@ -258,6 +258,7 @@ class Session:
         self._ready()
         self._cancel.clear()
         self._end_thread()
+        self._centroids()
         while queued := self._store.queued():
             question = queued[0].question
             vector = queued[0].vector if queued[0].vector is not None else self._embedder.embed(question)
@@ -328,10 +329,14 @@ class Session:
         return EpisodeReader(self._model, self._store, self._stream, self._cancel.is_set, lambda *args: self.progress(*args))
 
     def _centroids(self) -> F32:
-        centroids = self._store.centroids()
-        if centroids is None:
-            cluster_store(self._store, self._embedder, self._tokenizer.encode, self._plan)
+        """The episodes' centroids; the log is clustered where it never was, or where they are damaged."""
+        with contextlib.suppress(StoreError):
             centroids = self._store.centroids()
+            if centroids is not None and len(centroids) == len(self._store.episodes()):
+                return centroids
+        self._end_thread()  # episodes get other numbers
+        cluster_store(self._store, self._embedder, self._tokenizer.encode, self._plan)
+        centroids = self._store.centroids()
         assert centroids is not None
         return centroids
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -207,6 +207,30 @@ def test_add_episode_takes_the_oldest_question(session: Session) -> None:
     assert [q.question for q in store.queued()] == ["second"]
     entry = store.episodes()[-1]
     assert (entry.prompt, entry.medoids, entry.n_seen, len(store.episodes())) == ([4, 5], [1], 0, 5)
+
+
+@pytest.mark.parametrize("ruin", [damage, Path.unlink], ids=["a byte", "missing"])
+def test_damaged_centroids_are_made_again_from_the_log(session: Session, ruin: Callable[[Path], object]) -> None:
+    session.forget(0, 43)
+    expected = np.array(session._store.centroids())
+    session.ask("What do they talk about?", max_new_tokens=2)
+    before = len(session.utterances())
+    ruin(one(session.store_folder, "centroids-*"))
+    assert session.ask("What do they talk about?", max_new_tokens=2).tokens
+    assert len(session.utterances()) > before, "the turn of the thread that ended is in the log"
+    found = session._store.centroids()
+    assert found is not None and found.shape[1] == expected.shape[1] and len(found) == len(session._store.episodes())
+    ruin(one(session.store_folder, "centroids-*"))
+    session.catch_up()
+    assert {e.n_seen for e in session._store.episodes()} == {len(session._stream)}
+
+
+def test_a_log_that_was_never_clustered_is_caught_up(small_bundle: Bundle, engine: RecordingEngine, folder: Path) -> None:
+    with Store.create(folder, small_bundle.id, ["Ann"], small_bundle.path / "episodes") as store:
+        store.append([Utterance(0, "1 May", "Ann", "Only this.")])
+    with small_bundle.session(engine, folder) as session:
+        session.catch_up()
+        assert [e.n_seen for e in session._store.episodes()] == [len(session._stream)]
 
 
 # Forgetting.

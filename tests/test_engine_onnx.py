@@ -203,6 +203,22 @@ def test_a_graph_that_is_not_what_the_manifest_says_is_refused(
     engine.close()
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float64", "int8", "uint8", "int64", "bool"])
+def test_every_dtype_goes_by_its_name_in_numpy(small_bundle: Bundle, tmp_path: Path, dtype: str) -> None:
+    import onnx
+    from onnx import helper
+
+    element = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    x, y = (helper.make_tensor_value_info(name, element, [2]) for name in "xy")
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "same", [x], [y])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), tmp_path / "same.onnx")
+    target = dataclasses.replace(small_bundle.manifest.targets["onnx"], graphs={"embed": "same.onnx"})
+    signature = GraphSignature([TensorSpec("x", dtype, [2])], [TensorSpec("y", dtype, [2])])
+    manifest = dataclasses.replace(small_bundle.manifest, targets={"onnx": target}, signatures={"embed": signature})
+    data = np.array([1, 0], dtype)
+    assert np.array_equal(OnnxEngine(tmp_path, manifest, 1).run("embed", {"x": data})["y"], data)
+
+
 def test_graphs_in_each_others_place_are_refused(small_bundle: Bundle) -> None:
     manifest = small_bundle.manifest
     graphs = manifest.targets["onnx"].graphs

@@ -13,7 +13,7 @@ from runtime_py.engines.requirements import check_threads, check_version
 from runtime_py.errors import BundleError, WorkError
 from runtime_py.manifest import Manifest, graph_weights
 
-_TYPES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(int32)": "int32"}
+_TYPES = {"float": "float32", "double": "float64"}  # ONNX Runtime's names where numpy's differ
 
 
 class OnnxEngine:
@@ -51,7 +51,7 @@ class OnnxEngine:
             ("output", signature.outputs, session.get_outputs()),
         ):
             promised = {spec.name: (spec.dtype, spec.shape) for spec in specs}
-            found = {value.name: (_TYPES.get(value.type, value.type), list(value.shape)) for value in values}
+            found = {value.name: (_dtype(value.type), list(value.shape)) for value in values}
             for name in sorted(promised.keys() | found.keys()):
                 if promised.get(name) != found.get(name):
                     raise BundleError(
@@ -81,6 +81,12 @@ class OnnxEngine:
     def close(self) -> None:
         """See ``Engine.close``."""
         self._sessions.clear()
+
+
+def _dtype(name: str) -> str:
+    """numpy's name for ``tensor(float)`` and the like."""
+    inner = name.removeprefix("tensor(").removesuffix(")")
+    return _TYPES.get(inner, inner)
 
 
 def _described(value: tuple[str, list[int]] | None) -> str:
