@@ -53,8 +53,11 @@ class Check:
 
 
 def relative_difference(found: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
-    """Largest absolute difference as a part of the largest expected magnitude; NaN when anything is not finite."""
-    if found.shape != expected.shape or not (np.isfinite(found).all() and np.isfinite(expected).all()):
+    """Largest absolute difference as a part of the largest expected magnitude; NaN when there is nothing to compare.
+
+    That is so when shapes differ, when they hold no number, and when a number is not finite.
+    """
+    if found.shape != expected.shape or not expected.size or not (np.isfinite(found).all() and np.isfinite(expected).all()):
         return float("nan")
     return float(np.abs(found - expected).max() / max(float(np.abs(expected).max()), 1e-9))
 

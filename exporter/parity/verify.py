@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from exporter.checkpoints.base import Checkpoint
@@ -103,10 +104,12 @@ def verify_bundle(bundle: Bundle, models: Models, progress: Progress = lambda _:
             checks.append(centroid_check(bundle, expected[: texts.n_segments], rounded))
         progress(f"{target}: prefill, query and decode over evicting blocks")
         checks += language_checks(bundle, target, engine, reference, stored.decoder, rounded)
-        progress(f"{target}: greedy answers")
-        checks.append(answer_check(bundle, target, engine, reference, rounded))
         progress(f"{target}: embedder and routing")
-        checks += embedder_checks(bundle, target, texts.vectors(bundle, engine), expected, exact, rounded)
+        found = texts.vectors(bundle, engine)
+        checks += embedder_checks(bundle, target, found, expected, exact, rounded)
+        if np.isfinite(found).all():  # else no question finds an episode
+            progress(f"{target}: greedy answers")
+            checks.append(answer_check(bundle, target, engine, reference, rounded))
         engine.close()
     return checks
 
