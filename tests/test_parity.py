@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -16,7 +15,6 @@ import pytest
 from onnx import numpy_helper
 from tiny_models import Tiny
 
-from exporter.checkpoints.hf_folder import HFCheckpoint
 from exporter.cli.main import main
 from exporter.parity.checks import Check, kl_divergence, relative_difference, worst
 from exporter.parity.text import embedder_checks
@@ -226,11 +224,8 @@ def label(check: Check) -> str:
 
 @pytest.fixture(scope="module")
 def models(tiny: Tiny, tiny_bundle: Path) -> Models:
-    """The checkpoints, loaded once, the tokenizer too."""
-    loaded = load_models(Bundle.open(tiny_bundle).manifest, str(tiny.decoder), str(tiny.encoder))
-    assert isinstance(loaded.checkpoint, HFCheckpoint)
-    loaded.checkpoint._tokenizer = functools.cache(loaded.checkpoint._tokenizer)  # type: ignore[method-assign]
-    return loaded
+    """The checkpoints, loaded once."""
+    return load_models(Bundle.open(tiny_bundle).manifest, str(tiny.decoder), str(tiny.encoder))
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,6 +133,7 @@ class HFCheckpoint:
     def tensor(self, name: str) -> Tensor:
         return self._weights.tensor(name)
 
+    @functools.cached_property
     def _tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
@@ -141,25 +143,25 @@ class HFCheckpoint:
             raise WorkError(f"{self.folder} has no usable tokenizer ({error}). tokenizer.json is needed.") from error
 
     def tokenizer_json(self) -> str:
-        data = json.loads(self._tokenizer().backend_tokenizer.to_str())
+        data = json.loads(self._tokenizer.backend_tokenizer.to_str())
         data["post_processor"] = None  # the only thing it could add is a BOS
         return json.dumps(data, ensure_ascii=False)
 
     def chat_template(self) -> str:
-        template = self._tokenizer().chat_template
+        template = self._tokenizer.chat_template
         if not isinstance(template, str):
             raise WorkError(f"{self.folder} has no chat template; an instruction-tuned checkpoint is needed.")
         return template
 
     def special_tokens(self) -> dict[str, str]:
-        return {k: str(v) for k, v in self._tokenizer().special_tokens_map.items() if isinstance(v, str)}
+        return {k: str(v) for k, v in self._tokenizer.special_tokens_map.items() if isinstance(v, str)}
 
     def stop_ids(self) -> list[int]:
         generation = self.folder / "generation_config.json"
         ids = JsonObject.read(generation).data.get("eos_token_id") if generation.exists() else None
         ids = self._json.data.get("eos_token_id") if ids is None else ids
         found = {int(i) for i in (ids if isinstance(ids, list) else [ids]) if i is not None}
-        end = self._tokenizer().eos_token_id
+        end = self._tokenizer.eos_token_id
         return sorted(found | ({int(end)} if end is not None else set()))
 
     def source(self) -> Source:
