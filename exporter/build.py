@@ -27,7 +27,7 @@ from exporter.models.registry import open_decoder, open_encoder
 from exporter.parity.checks import Check
 from exporter.parity.verify import Models, quantisation_loss, verify_bundle
 from exporter.plan import BuildPlan
-from exporter.targets import target
+from exporter.targets import check_target, target
 from exporter.targets.base import GraphSource
 from exporter.template import cut_template
 from runtime_py.bundle import Bundle
@@ -64,9 +64,7 @@ def build_bundle(plan: BuildPlan, history: History, stages: Stages, replace: boo
     """
     _check_destination(plan.out, replace)
     for name in plan.targets:
-        if plan.weights not in target(name).weights:
-            allowed = ", ".join(target(name).weights)
-            raise UsageError(f"--weights {plan.weights} is not possible for the target {name}: allowed are {allowed}.")
+        check_target(name, plan.weights)
     checkpoint, encoder = open_decoder(plan.model), open_encoder(plan.embedder)
     plan.check(checkpoint.config, encoder.config)
     if plan.layers is not None and not 1 <= plan.layers <= checkpoint.config.n_layers:

@@ -11,7 +11,7 @@ from exporter.cli.options import count, print_json
 from exporter.console import Stages, folder_bytes
 from exporter.models.registry import DECODERS
 from exporter.plan import BuildPlan
-from exporter.targets import TARGETS, installed_targets, target
+from exporter.targets import TARGETS, installed_targets
 from runtime_py.episodes.history import History
 from runtime_py.episodes.loaders import load_history
 
@@ -24,8 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=plan.model, help=f"preset ({', '.join(DECODERS)}), .gguf file or folder")
     parser.add_argument("--embedder", default=plan.embedder, help=f"preset or folder (default: {plan.embedder})")
     parser.add_argument("--budget", type=count, default=plan.budget, metavar="M", help="kept rows a layer: 512, 4k")
-    parser.add_argument("--targets", help=f"comma-separated, of {', '.join(TARGETS)} (default: all that are installed)")
-    weights = sorted({w for name in installed_targets() for w in target(name).weights})
+    parser.add_argument(
+        "--targets", help=f"comma-separated, of {', '.join(TARGETS)} (default: all that are installed and can store the weights)"
+    )
+    weights = sorted({w for name in installed_targets() for w in TARGETS[name].weights})
     parser.add_argument("--weights", default=plan.weights, choices=weights, help=f"default: {plan.weights}")
     parser.add_argument("--out", type=Path, help="folder of the bundle (default: dist/<model>-<budget>)")
     parser.add_argument("--replace", action="store_true", help="replace a folder that exists")
@@ -62,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> BuildPlan:
-    names = options.targets.split(",") if options.targets else installed_targets()
+    names = options.targets.split(",") if options.targets else installed_targets(options.weights)
     wanted = tuple(dict.fromkeys(name.strip() for name in names))
     out = options.out or Path("dist") / f"{_model_name(options.model)}-{options.budget}"
     return BuildPlan(

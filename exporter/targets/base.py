@@ -29,7 +29,6 @@ class TargetLowering(Protocol):
     """Lowers a ``GraphSource`` for one runtime."""
 
     name: str
-    weights: tuple[str, ...]
 
     def quantized(self, decoder: Decoder, encoder: Encoder, weights: dict[str, str]) -> tuple[Decoder, Encoder]:
         """The models with their weights as this target stores them: what its graphs are compared with.

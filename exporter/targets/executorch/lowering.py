@@ -36,7 +36,6 @@ class ExecutorchLowering:
     """See ``TargetLowering``."""
 
     name = "executorch"
-    weights = ("fp32", "int4")
 
     def quantized(self, decoder: Decoder, encoder: Encoder, weights: dict[str, str]) -> tuple[Decoder, Encoder]:
         """See ``TargetLowering.quantized``."""

@@ -24,7 +24,6 @@ class OnnxLowering:
     """See ``TargetLowering``."""
 
     name = "onnx"
-    weights = ("fp32", "int8")
 
     def quantized(self, decoder: Decoder, encoder: Encoder, weights: dict[str, str]) -> tuple[Decoder, Encoder]:
         """See ``TargetLowering.quantized``."""
