@@ -24,9 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=plan.model, help=f"preset ({', '.join(DECODERS)}), .gguf file or folder")
     parser.add_argument("--embedder", default=plan.embedder, help=f"preset or folder (default: {plan.embedder})")
     parser.add_argument("--budget", type=count, default=plan.budget, metavar="M", help="kept rows a layer: 512, 4k")
-    parser.add_argument(
-        "--targets", help=f"comma-separated, of {', '.join(TARGETS)} (default: all that are installed and can store the weights)"
-    )
+    known = ", ".join(TARGETS)
+    parser.add_argument("--targets", help=f"comma-separated, of {known} (default: all installed that can store the weights)")
     weights = sorted({w for name in installed_targets() for w in TARGETS[name].weights})
     parser.add_argument("--weights", default=plan.weights, choices=weights, help=f"default: {plan.weights}")
     parser.add_argument("--out", type=Path, help="folder of the bundle (default: dist/<model>-<budget>)")

@@ -87,8 +87,14 @@ def _read(bundle: Bundle, engine: Engine, options: argparse.Namespace, stages: S
         bundle.text_tokenizer().encode,
         manifest.template,
     )
-    with store:
+    try:
         fill_store(store, history, tools, stages.note, _progress(stages))
+    except BaseException:
+        if not store.utterances():  # nothing to go on with
+            store.wipe()
+        raise
+    finally:
+        store.close()
 
 
 def _wipe(bundle: Bundle, folder: Path) -> None:

@@ -18,7 +18,7 @@ from exporter.graphs.build import build_graphs
 from exporter.graphs.signatures import example_inputs
 from exporter.models.decoder import Decoder
 from exporter.models.encoder import Encoder
-from exporter.quantization.int4 import quantize_decoder_, quantize_encoder_
+from exporter.quantization.int4 import quantize_decoder_, quantize_encoder_, unpacked
 from exporter.targets.base import GraphSource, Progress
 from exporter.targets.executorch.fast_lowering import lower_to_edge
 from exporter.targets.executorch.inspection import check_no_cache_copy, operators_outside
@@ -39,10 +39,8 @@ class ExecutorchLowering:
 
     def quantized(self, decoder: Decoder, encoder: Encoder, weights: dict[str, str]) -> tuple[Decoder, Encoder]:
         """See ``TargetLowering.quantized``."""
-        return (
-            quantize_decoder_(copy.deepcopy(decoder)) if weights["prefill"] == "int4" else decoder,
-            quantize_encoder_(copy.deepcopy(encoder)) if weights["embed"] == "int8" else encoder,
-        )
+        quantized = _quantized(decoder, encoder, weights)
+        return unpacked(quantized[0]), unpacked(quantized[1])
 
     def rounded_graphs(self, weights: dict[str, str]) -> frozenset[str]:
         """See ``TargetLowering.rounded_graphs``: all integer products of XNNPACK take activations of 8 bits."""
@@ -52,7 +50,7 @@ class ExecutorchLowering:
         """Write ``executorch/model.pte`` and ``executorch/embedder.pte``."""
         out = folder / self.name
         out.mkdir(parents=True)
-        decoder, encoder = self.quantized(source.decoder, source.encoder, source.weights)
+        decoder, encoder = _quantized(source.decoder, source.encoder, source.weights)
         modules = build_graphs(rewritten(decoder), encoder, source.plan, XNNPACK_OPS)
         details: dict[str, Any] = {}
         for file, methods in _PROGRAMS.items():
@@ -64,6 +62,14 @@ class ExecutorchLowering:
             minimum_runtime=f"executorch {importlib.metadata.version('executorch')}",
             details={"delegate": "XNNPACK", "operators_outside_delegate": details},
         )
+
+
+def _quantized(decoder: Decoder, encoder: Encoder, weights: dict[str, str]) -> tuple[Decoder, Encoder]:
+    """Copies in the form that ExecuTorch recognises; a model that stays in float32 is returned as it is."""
+    return (
+        quantize_decoder_(copy.deepcopy(decoder)) if weights["prefill"] == "int4" else decoder,
+        quantize_encoder_(copy.deepcopy(encoder)) if weights["embed"] == "int8" else encoder,
+    )
 
 
 def _lower_program(
