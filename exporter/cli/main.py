@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import io
+import logging
 import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from types import FrameType
 
@@ -53,6 +55,9 @@ def _prepare_process() -> None:
     # PyTorch's threads spin between two operators, which starves ONNX Runtime's; on two busy cores verify took three
     # times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Libraries warn of their own deprecations and optional parts; what a user must know is said by this project.
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a name or a line that the terminal's encoding lacks is no reason to stop
