@@ -105,7 +105,13 @@ class ExecutorchEngine:
 
 
 def _named(signature: GraphSignature, outputs: Any) -> dict[str, Array]:
-    return {spec.name: tensor.numpy() for spec, tensor in zip(signature.outputs, outputs, strict=True)}
+    found = [tensor.numpy() for tensor in outputs]
+    if [(a.dtype.name, list(a.shape)) for a in found] != [(s.dtype, s.shape) for s in signature.outputs]:
+        raise BundleError(
+            f"The program gave {len(found)} outputs that are not the {len(signature.outputs)} of manifest.json. "
+            "Copy the bundle again, or build it anew."
+        )
+    return {spec.name: array for spec, array in zip(signature.outputs, found, strict=True)}
 
 
 def _misfit(signature: GraphSignature, inputs: Mapping[str, Array]) -> str | None:
