@@ -166,11 +166,8 @@ OTHER_MODELS = {
     "norm alone": (_Layers(nn.BatchNorm2d(2), nn.Hardtanh()), PICTURE, "DecomposeBatchNorm"),
     "one dimension": (_Layers(nn.Conv1d(6, 4, 3)), PICTURE[0], "Conv1dUnsqueezePass"),
     "pooling": (_Layers(nn.MaxPool2d(2)), PICTURE, "ChannelsLastTaggedReshapePass"),
-    "enlarging": (_Layers(nn.UpsamplingBilinear2d(scale_factor=2)), PICTURE, "ConvertToUpsampleBilinear2d"),
-    "padding": (_Layers(nn.ConstantPad2d(1, 0.0)), PICTURE, "InsertPadQDQPass"),
     "many joined": (_Layers(nn.Sigmoid(), joined=7), PICTURE, "DecomposeConcatenate"),
     "largest": (_Largest(), PICTURE, "RemoveGetItemPass"),
-    "activation": (_Layers(nn.Linear(6, 4), nn.ReLU()), PICTURE[0], "FuseActivationPass"),
     "copies": (
         _Layers(nn.Linear(6, 4), nn.Dropout(), nn.Flatten(), nn.Linear(24, 2)),
         PICTURE[0],
