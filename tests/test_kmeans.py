@@ -209,9 +209,7 @@ def datasets() -> list[tuple[str, F32, int]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "vectors", "clusters"), datasets(), ids=lambda each: each if isinstance(each, str) else ""
-)
+@pytest.mark.parametrize(("name", "vectors", "clusters"), datasets(), ids=lambda each: each if isinstance(each, str) else "")
 def test_inertia_within_two_percent_of_scikit_learn(name: str, vectors: F32, clusters: int) -> None:
     cluster = pytest.importorskip("sklearn.cluster")
     reference = cluster.KMeans(clusters, n_init=10, random_state=0).fit(vectors.astype(np.float64))
@@ -224,9 +222,7 @@ def check_consistent(vectors: F32, found: KMeans) -> None:
     """Labels are the nearest centroids, centroids the means of their members, inertia the sum of the distances."""
     wide = vectors.astype(np.float64)
     distances = ((wide[:, None] - found.centroids[None]) ** 2).sum(axis=2)
-    np.testing.assert_allclose(
-        distances[np.arange(len(wide)), found.labels], distances.min(axis=1), rtol=1e-9, atol=1e-12
-    )
+    np.testing.assert_allclose(distances[np.arange(len(wide)), found.labels], distances.min(axis=1), rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(found.inertia, distances.min(axis=1).sum(), rtol=1e-9, atol=1e-12)
     for j, centroid in enumerate(found.centroids):
         np.testing.assert_allclose(centroid, wide[found.labels == j].mean(axis=0), rtol=1e-9, atol=1e-12)

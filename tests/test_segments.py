@@ -26,9 +26,7 @@ def random_log(draw: random.Random, count: int) -> list[Utterance]:
         session += draw.random() < 0.15
         size = draw.choice([1, 5, 30, 300])
         text = clean_text(" ".join(draw.choices(words, [5, 5, 5, 5, 5, 5, 5, 5, 0.2], k=size)))
-        log.append(
-            Utterance(session, f"day {session}" if session % 2 else "", draw.choice(["Ada", "벤"]), text, str(i))
-        )
+        log.append(Utterance(session, f"day {session}" if session % 2 else "", draw.choice(["Ada", "벤"]), text, str(i)))
     return log
 
 
