@@ -37,7 +37,7 @@ ODD_TEXTS = [
 
 def test_a_history_of_one_utterance_is_enough(tiny: Tiny, tmp_path: Path, run: Run) -> None:
     history = save_sessions(tmp_path / "one.json", [{"speaker": "Ada", "text": "Hi."}])
-    ran = run(*tiny.build(tmp_path / "out", history=history, query=80, json=None), "--json")
+    ran = run(*tiny.build(tmp_path / "out", history=history, query=80), "--json")
     assert ran.code == 0, ran.err
     assert "1 episodes instead of 2: the history has only 1 different segments" in ran.err
     assert ran.json["pass"] is True

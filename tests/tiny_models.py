@@ -34,8 +34,8 @@ class Tiny:
         return ["--model", str(self.decoder), "--embedder", str(self.encoder)]
 
     def build(self, out: Path, **changes: object) -> list[str]:
-        """Arguments of a small build; ``episodes=4`` replaces a flag, ``layers=None`` leaves one out."""
-        flags: dict[str, object] = {**PLAN, "history": self.history, "out": out}
+        """Arguments of a small build for one target; ``episodes=4`` replaces a flag, ``targets=None`` leaves one out."""
+        flags: dict[str, object] = {**PLAN, "targets": "onnx", "history": self.history, "out": out}
         flags |= {name.replace("_", "-"): value for name, value in changes.items()}
         named = [part for name, value in flags.items() if value is not None for part in (f"--{name}", str(value))]
         models = [] if "model" in flags else ["--model", str(self.decoder)]
