@@ -9,6 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from exporter.interrupts import check_stop
+
 
 class Stages:
     """Prints to standard error, so that ``--json`` on standard output stays clean."""
@@ -19,6 +21,7 @@ class Stages:
 
     def line(self, text: str) -> None:
         """One line as it is."""
+        check_stop()
         self._console.print(text, markup=False)
 
     @contextmanager
@@ -37,6 +40,7 @@ class Stages:
 
     def count(self, what: str, done: int, total: int) -> None:
         """Progress of a long stage, at most one line in five seconds, and always the last one."""
+        check_stop()
         now = time.monotonic()
         if done >= total or now - self._last >= 5.0:
             self._last = now

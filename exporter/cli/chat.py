@@ -110,7 +110,7 @@ def _stopping(session: Session) -> Iterator[None]:
 
     def stop(_signal: int, _frame: FrameType | None) -> None:
         session.cancel()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, before)
 
     before = signal.signal(signal.SIGINT, stop)
     try:

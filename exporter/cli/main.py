@@ -7,14 +7,12 @@ import importlib
 import io
 import logging
 import os
-import signal
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Sequence
-from types import FrameType
 
 from exporter import __version__
+from exporter.interrupts import handle_signals
 from runtime_py.errors import EpiCacheError, UsageError, WorkError
 
 # name -> what --help says; each is a module of this package with ``add_arguments`` and ``run``
@@ -50,8 +48,7 @@ def _run(words: list[str]) -> int:
 
 def _prepare_process() -> None:
     """What the process needs before a command is imported."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _interrupt)
+    handle_signals()
     # PyTorch's threads spin between two operators, which starves ONNX Runtime's; on two busy cores verify took three
     # times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -85,7 +82,3 @@ def _fail(message: str, code: int) -> int:
     kind = "wrong use" if code == UsageError.exit_code else "failed"
     print(f"{kind}: {message}", file=sys.stderr)
     return code
-
-
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

@@ -87,7 +87,7 @@ def _lower_program(
         }
     exported = time.monotonic()
     progress(f"{path.name}: exported {', '.join(programs)}, {exported - started:.0f} s; lowering")
-    edge = lower_to_edge(programs)
+    edge = lower_to_edge(programs, progress=progress)
     lowered = time.monotonic()
     outside = {}
     for method in programs:
