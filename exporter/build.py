@@ -225,7 +225,7 @@ def _keep_aside(folder: Path, destination: Path) -> Path:
     destination = destination.resolve()
     for number in itertools.count(1):
         kept = destination.with_name(f"{destination.name}.failed" + (f"-{number}" if number > 1 else ""))
-        if (kept / "manifest.json").is_file():
+        if not kept.is_symlink() and (kept / "manifest.json").is_file():
             shutil.rmtree(kept)
         if not kept.exists() and not kept.is_symlink():
             break

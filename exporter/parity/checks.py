@@ -15,10 +15,12 @@ FLOAT_LIMIT = 2e-5
 
 # For graphs that round their activations to int8 (``TargetLowering.rounded_graphs``), with what was measured on 30 layers.
 ROUNDED_WHY = "activations are rounded to int8, and engines round at slightly different points"
-ROUNDED_KL = 0.05  # nats
+# KL in nats by weights. 8da4w is chaotic: embeddings changed by 1e-7 of themselves move the outputs of its own 30-layer PyTorch
+# model by 0.026 on average (docs/int4.md). ONNX int8, where only query and decode round, measures 0.004.
+ROUNDED_KL = {"int8": 0.02, "int4": 0.15}
 ROUNDED_CHOICES = 0.15  # part of the greedy choices
 ROUNDED_ROWS = 0.05  # part of the kept rows
-ROUNDED_CACHE = 0.1  # root mean square difference as a part of the root mean square
+ROUNDED_CACHE = 0.25  # root mean square difference as a part of the root mean square
 ROUNDED_VECTOR = 5e-3  # cosine distance
 ROUNDED_LAYER, ROUNDED_CENTROID = 5e-3, 0.1  # parts of the largest magnitude
 
