@@ -56,6 +56,7 @@ class BuildPlan:
                 )
             if not low <= value <= high:
                 raise UsageError(f"{flag} {value} is not possible: allowed are {low} to {high}.{self._hint(flag, value)}")
+        layer_budgets([0.0], self.budget, 0.0, GRANULARITY)  # refuses what is no multiple of the granularity
         if not 0.0 <= self.alpha <= 16.0:
             raise UsageError(f"--alpha {self.alpha} is not possible: allowed are 0 to 16.")
         if not 16 <= self.embed_length <= encoder.positions:

@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from exporter.build import build_bundle
-from exporter.cli.options import count, print_json
+from exporter.cli.options import count, print_checks, print_json
 from exporter.console import Stages, folder_bytes
 from exporter.models.registry import DECODERS
 from exporter.plan import BuildPlan
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan = BuildPlan()
     parser.add_argument("--model", default=plan.model, help=f"preset ({', '.join(DECODERS)}), .gguf file or folder")
     parser.add_argument("--embedder", default=plan.embedder, help=f"preset or folder (default: {plan.embedder})")
-    parser.add_argument("--budget", type=count, default=plan.budget, metavar="M", help="kept rows a layer: 512, 4k")
+    parser.add_argument("--budget", type=count, default=plan.budget, metavar="M", help="kept rows a layer, a multiple of 8")
     known = ", ".join(TARGETS)
     parser.add_argument("--targets", help=f"comma-separated, of {known} (default: all installed that can store the weights)")
     weights = sorted({w for name in installed_targets() for w in TARGETS[name].weights})
@@ -53,11 +53,14 @@ def run(options: argparse.Namespace) -> int:
     plan = _plan(options)
     history = read_history(options.history, options.index, stages)
     for name, value in vars(plan).items():
-        stages.line(f"{name:>13} {','.join(value) if isinstance(value, tuple) else value}")
+        shown = ",".join(value) if isinstance(value, tuple) else "all" if value is None else value
+        stages.line(f"{name:>13} {shown}")
     checks = build_bundle(plan, history, stages, options.replace)
     if options.json:
         print_json({"pass": True, "out": str(plan.out), "checks": [c.to_json() for c in checks]})
-    stages.line(f"{len(checks)} checks passed. {plan.out}: {folder_bytes(plan.out) / 1e6:.0f} MB. Next:")
+    else:
+        print_checks(checks)
+    stages.line(f"{plan.out}: {folder_bytes(plan.out) / 1e6:.0f} MB. Next:")
     stages.line(f'  python -m exporter chat {plan.out} --question "..."')
     return 0
 

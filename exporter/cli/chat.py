@@ -91,7 +91,13 @@ def _talk(session: Session, options: argparse.Namespace) -> int:
     while True:
         if by_hand:
             print("> ", end="", flush=True)
-        line = sys.stdin.readline()
+        try:
+            line = sys.stdin.readline()
+        except KeyboardInterrupt:
+            if not by_hand:
+                raise
+            print()  # leaving at the prompt is how such a conversation ends
+            return code
         if not line:
             return code
         if not line.strip():

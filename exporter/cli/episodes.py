@@ -46,7 +46,8 @@ def run(options: argparse.Namespace) -> int:
     stages = Stages()
     bundle = Bundle.open(options.bundle)
     if options.history is None and not (options.store / INDEX).exists():
-        raise StoreError(f"{options.store} is no store. Begin one with --history FILE.")
+        remedy = "There is nothing to delete or to go on with" if options.wipe else "Begin one with --history FILE"
+        raise StoreError(f"{options.store} is no store. {remedy}.")
     if options.wipe:
         _wipe(bundle, options.store)
         stages.line(f"{options.store} is deleted.")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from exporter.parity.checks import Check
 from exporter.plan import parse_count
 from runtime_py.bundle import Bundle
 from runtime_py.engines import ENGINES
 from runtime_py.engines.base import Engine
+from runtime_py.engines.requirements import check_threads
 from runtime_py.errors import BundleError, EpiCacheError
 
 T = TypeVar("T")
@@ -46,7 +48,7 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """Which engine runs the graphs."""
     parser.add_argument("--engine", choices=(*ENGINES, "torch"), help="default: the bundle's first target")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads of the engine (default: it chooses)")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads of the engine (default: 0, it chooses)")
     add_checkpoints(parser)
 
 
@@ -60,7 +62,8 @@ def default_engine(bundle: Bundle) -> str:
 def open_chosen_engine(bundle: Bundle, options: argparse.Namespace) -> Engine:
     """The engine that ``options`` name; PyTorch reads the checkpoint itself."""
     if options.engine != "torch":
-        return bundle.engine(options.engine or default_engine(bundle), max(options.threads, 0))
+        return bundle.engine(options.engine or default_engine(bundle), options.threads)
+    check_threads(options.threads)
     import torch
 
     from exporter.parity.verify import load_models
@@ -68,6 +71,14 @@ def open_chosen_engine(bundle: Bundle, options: argparse.Namespace) -> Engine:
     if options.threads > 0:
         torch.set_num_threads(options.threads)
     return load_models(bundle.manifest, options.model, options.embedder).engine(bundle.manifest)
+
+
+def print_checks(checks: Sequence[Check]) -> None:
+    """One line a check on standard output, and how many hold."""
+    for c in checks:
+        verdict = "PASS" if c.passed else "FAIL"
+        print(f"{verdict} {c.target:>10} {c.graph:>9} {c.name:<16} {c.value:.3g} (limit {c.limit:g}): {c.why}")
+    print(f"{sum(c.passed for c in checks)} of {len(checks)} checks hold")
 
 
 def print_json(value: Any) -> None:

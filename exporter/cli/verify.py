@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from exporter.cli.options import add_bundle, add_checkpoints, print_json
+from exporter.cli.options import add_bundle, add_checkpoints, print_checks, print_json
 from exporter.console import Stages
 from exporter.parity.checks import Check
 from exporter.parity.verify import integrity_checks, load_models, verify_bundle
@@ -33,10 +33,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json({"pass": passed, "checks": [c.to_json() for c in checks]})
     else:
-        for c in checks:
-            verdict = "PASS" if c.passed else "FAIL"
-            print(f"{verdict} {c.target:>10} {c.graph:>9} {c.name:<16} {c.value:.3g} (limit {c.limit:g}): {c.why}")
-        print(f"{sum(c.passed for c in checks)} of {len(checks)} checks hold")
+        print_checks(checks)
     return 0 if passed else BundleError.exit_code
 
 
