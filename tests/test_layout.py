@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("exporter", "runtime_py", "calibration")
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
+MAX_CODE_LINES, MAX_TEST_LINES, MAX_FUNCTION_LINES = 400, 450, 60
 # What the reference runtime may import at the top of a module; an engine may import its own library inside itself.
 RUNTIME_LIBRARIES = {"numpy", "onnxruntime", "tokenizers", "safetensors"}
 ENGINE_LIBRARIES = {"runtime_py/engines/executorch.py": {"executorch", "torch"}, "runtime_py/engines/coreml.py": {"coremltools"}}
@@ -105,7 +105,7 @@ def test_files_and_functions_are_short() -> None:
     long = []
     for path in EVERYTHING:
         text = path.read_text(encoding="utf-8")
-        if (lines := len(text.splitlines())) > MAX_FILE_LINES:
+        if (lines := len(text.splitlines())) > (MAX_CODE_LINES if path in CODE else MAX_TEST_LINES):
             long.append(f"{_name(path)} has {lines} lines")
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
