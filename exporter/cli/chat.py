@@ -9,6 +9,7 @@ import json
 import resource
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -56,15 +57,17 @@ def _check(options: argparse.Namespace) -> None:
         raise UsageError(f"--max-tokens {options.max_tokens} is not possible: at least 1 is needed.")
 
 
-def _show(session: Session, question: str, options: argparse.Namespace) -> None:
-    """One question and its answer, streamed, or as JSON with the engine's name."""
+def _show(session: Session, question: str, options: argparse.Namespace) -> Answer:
+    """Ask one question and show its answer, streamed, or as JSON with the engine's name."""
     if options.json:
         answer = session.ask(question, max_new_tokens=options.max_tokens)
         shown = {"question": question, **dataclasses.asdict(answer), "engine": session.engine_name, "peak_rss_mb": _peak_rss()}
         print(json.dumps(shown, ensure_ascii=False), flush=True)
-        return
+        return answer
     print(f"> {question}")
-    print(_summary(session.ask(question, lambda text: print(text, end="", flush=True), options.max_tokens)))
+    answer = session.ask(question, lambda text: print(text, end="", flush=True), options.max_tokens)
+    print(_summary(answer))
+    return answer
 
 
 def _peak_rss() -> float:
@@ -103,23 +106,30 @@ def _talk(session: Session, options: argparse.Namespace) -> int:
         if not line.strip():
             continue
         try:
-            with _stopping(session) if by_hand else contextlib.nullcontext():
+            if not by_hand:
                 _show(session, line.strip(), options)
+                continue
+            with _stopping(session) as stopped:
+                answer = _show(session, line.strip(), options)
+            if stopped.is_set() and answer.reason != "cancelled":  # it came when there was nothing left to stop
+                return code
         except EpiCacheError as error:
             print(f"  [{error}]", file=sys.stderr)
             code = code if by_hand else code or error.exit_code
 
 
 @contextlib.contextmanager
-def _stopping(session: Session) -> Iterator[None]:
+def _stopping(session: Session) -> Iterator[threading.Event]:
     """Let Ctrl-C end the answer under way at its next token, so that the thread goes on behind it; twice ends the program."""
 
     def stop(_signal: int, _frame: FrameType | None) -> None:
         session.cancel()
+        stopped.set()
         signal.signal(signal.SIGINT, before)
 
+    stopped = threading.Event()
     before = signal.signal(signal.SIGINT, stop)
     try:
-        yield
+        yield stopped
     finally:
         signal.signal(signal.SIGINT, before)

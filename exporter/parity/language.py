@@ -183,7 +183,7 @@ def answer_check(bundle: Bundle, target: str, engine: Engine, reference: Engine,
         total = sum(len(a.tokens) for a in alone)
         wrong = sum(_other_choices(bundle, engine, probe, a) for probe, a in zip(PROBES, alone, strict=True))
         why = f"part of {total} greedy choices behind the same tokens; {ROUNDED_WHY}"
-        return Check(target, "decode", "other_choices", wrong / max(total, 1), ROUNDED_CHOICES, why)
+        return Check(target, "decode", "other_choices", wrong / max(total, 1), ROUNDED_CHOICES[bundle.manifest.plan.weights], why)
     expected, found = (_answers(bundle, each, PROBES) for each in (reference, engine))
     total = sum(len(a.tokens) for a in expected)
     differing = sum(_differing(a.tokens, b.tokens) for a, b in zip(expected, found, strict=True))
