@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from exporter.graphs.attention import MASKED
+from exporter.graphs.attention import MASKED, PLAIN_OPS
 from exporter.graphs.selection import kept_rows, take_rows
 from exporter.scoring.epicache import row_scores
 from runtime_py.manifest import GraphSignature, TensorSpec
@@ -97,7 +97,7 @@ def test_row_scores_are_the_largest_attention_over_group_and_scoring_tokens(n_va
     mask = torch.zeros(rows)
     mask[hidden] = MASKED
     valid = (torch.arange(prompt) < n_valid).float()
-    found = row_scores(logits, mask, valid)
+    found = row_scores(logits, mask, valid, PLAIN_OPS.row_maximum)
     for head in range(heads):
         best = [0.0] * rows
         for g in range(group):

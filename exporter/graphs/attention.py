@@ -12,13 +12,6 @@ from torch import Tensor
 MASKED = -3.0e4
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE in the half-split layout: ``x [..., T, D]`` with tables ``[T, D/2]``."""
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
 def additive(valid: Tensor) -> Tensor:
     """0 where ``valid`` (bool or 0/1), ``MASKED`` elsewhere, float32."""
     return (valid.to(torch.float32) - 1.0) * -MASKED

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exporter.graphs.attention import PLAIN_OPS, AttentionOps, additive, cached_rows, causal, rotate
+from exporter.graphs.attention import PLAIN_OPS, AttentionOps, additive, cached_rows, causal
 from exporter.graphs.selection import kept_rows, take_rows
 from exporter.models.decoder import Decoder, DecoderLayer
+from exporter.models.rope import rotate
 from exporter.scoring.epicache import row_scores
 from runtime_py.manifest import GraphPlan
 
@@ -136,4 +137,4 @@ class PrefillGraph(nn.Module):
         attended = torch.cat(
             [of_block.view(heads, group, plan.block, dim), of_prompt.view(heads, group, plan.prompt, dim)], dim=2
         )
-        return attended, row_scores(prompt_logits[:, :, :rows], mask.rows, prompt_valid, self.ops)
+        return attended, row_scores(prompt_logits[:, :, :rows], mask.rows, prompt_valid, self.ops.row_maximum)

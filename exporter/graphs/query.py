@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from exporter.graphs.attention import PLAIN_OPS, AttentionOps, additive, cached_rows, causal, rotate
+from exporter.graphs.attention import PLAIN_OPS, AttentionOps, additive, cached_rows, causal
 from exporter.models.decoder import Decoder, DecoderLayer
+from exporter.models.rope import rotate
 from runtime_py.manifest import GraphPlan
 
 

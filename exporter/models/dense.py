@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from exporter.graphs.attention import rotate
 from exporter.models.decoder import Decoder, DecoderLayer
+from exporter.models.rope import rotate
 
 
 @dataclass(frozen=True)
