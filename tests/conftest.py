@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from runtime_py.manifest import EmbedderInfo, GraphPlan
 from runtime_py.tokenizer import TextTokenizer
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so begins a job in the background; its children would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 PlanFactory = Callable[..., GraphPlan]
 LanguageModelFactory = Callable[[Decoder, GraphPlan], LanguageModel]
