@@ -136,8 +136,20 @@ def test_a_missing_config_key_is_named_with_its_file(tmp_path: Path, save_llama:
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"model_type": "mistral"}, "'mistral'; supported is 'llama'"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "RoPE scaling 'llama3' is not supported"),
+        ({"model_type": "mixtral"}, "'mixtral' has a mixture of experts, which is not supported"),
+        ({"model_type": "qwen3_moe"}, "a mixture of experts, which is not supported. Supported are llama"),
+        ({"model_type": "qwen2_5_vl"}, "images or sound beside text, which is not supported"),
+        ({"model_type": "qwen4"}, "'qwen4' is not supported. Supported are llama, mistral, qwen2, qwen3; the nearest is qwen"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "RoPE scaling 'yarn' is not supported"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is None"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}},
+            "high_freq_factor is 1; more than low_freq_factor, 4, is expected",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial rotary embeddings"),
+        ({"final_logit_softcapping": 30.0}, "soft-capped logits"),
+        ({"num_local_experts": 8}, "a mixture of experts"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "a sliding window"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}}, "RoPE scaling 'linear'"),
         ({"rope_parameters": ["yarn"]}, "RoPE scaling"),
         ({"attention_bias": True}, "attention biases"),
@@ -170,9 +182,18 @@ def test_weights_of_another_shape_are_named(tmp_path: Path, save_llama: LlamaSav
         load(tmp_path)
 
 
-def test_heads_that_cannot_be_shared_are_refused(tmp_path: Path, save_llama: LlamaSaver) -> None:
-    edit_config(save_llama(tmp_path), lambda data: data.update(num_key_value_heads=3))
-    with pytest.raises(WorkError, match="4 attention heads cannot be shared by 3 KV heads"):
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"num_key_value_heads": 3}, "4 attention heads cannot be shared by 3 KV heads"),
+        ({"head_dim": 7}, "A head of 7 dimensions cannot be rotated"),
+    ],
+)
+def test_heads_that_make_no_sense_are_refused(
+    tmp_path: Path, save_llama: LlamaSaver, changes: dict[str, int], found: str
+) -> None:
+    edit_config(save_llama(tmp_path), lambda data: data.update(changes))
+    with pytest.raises(WorkError, match=found):
         load(tmp_path)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import gguf
 import numpy as np
@@ -13,6 +16,8 @@ from numpy.typing import NDArray
 
 from exporter.checkpoints.gguf_file import GGUFCheckpoint
 from exporter.checkpoints.hf_folder import HFCheckpoint
+from exporter.checkpoints.tiny_folder import write_tiny_checkpoint
+from exporter.models.architectures import ARCHITECTURES
 from exporter.models.decoder import checkpoint_names, load_decoder
 from exporter.models.dense import dense_logits
 from runtime_py.errors import WorkError
@@ -26,6 +31,8 @@ PARTS = {
     "k_proj": "attn_k",
     "v_proj": "attn_v",
     "o_proj": "attn_output",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
     "gate_proj": "ffn_gate",
     "up_proj": "ffn_up",
     "down_proj": "ffn_down",
@@ -36,7 +43,7 @@ def gguf_name(name: str) -> str:
     """``model.layers.1.self_attn.q_proj.weight`` -> ``blk.1.attn_q.weight``."""
     words = name.split(".")
     part = PARTS.get(words[-2], "output_norm")
-    return f"blk.{words[2]}.{part}.weight" if "layers" in words else f"{part}.weight"
+    return f"blk.{words[2]}.{part}.{words[-1]}" if "layers" in words else f"{part}.weight"
 
 
 def interleaved(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
@@ -46,32 +53,42 @@ def interleaved(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
     return rows[order]
 
 
-def write_gguf(path: Path, source: HFCheckpoint, without: str = "", extra: str = "", architecture: str = "llama") -> Path:
-    """The weights of ``source`` in halves, except the norms; leaves out or adds one field or tensor of this name."""
+def write_gguf(
+    path: Path,
+    source: HFCheckpoint,
+    without: str = "",
+    fields: Mapping[str, int] = MappingProxyType({}),
+    tensors: Mapping[str, NDArray[np.float32]] = MappingProxyType({}),
+    architecture: str = "llama",
+    dtype: type[np.floating] = np.float16,
+) -> Path:
+    """The weights of ``source`` as ``dtype``, vectors in float32; leaves out one field or tensor, adds others."""
     config = source.config
     writer = gguf.GGUFWriter(path, architecture)
-    for key, value in {
-        "llama.block_count": config.n_layers,
-        "llama.attention.head_count": config.n_heads,
-        "llama.attention.head_count_kv": config.n_kv_heads,
-        "llama.embedding_length": config.hidden,
-        "llama.feed_forward_length": config.ffn,
-        "llama.context_length": config.context,
+    numbers = {
+        f"{architecture}.block_count": config.n_layers,
+        f"{architecture}.attention.head_count": config.n_heads,
+        f"{architecture}.attention.head_count_kv": config.n_kv_heads,
+        f"{architecture}.attention.key_length": config.head_dim,
+        f"{architecture}.embedding_length": config.hidden,
+        f"{architecture}.feed_forward_length": config.ffn,
+        f"{architecture}.context_length": config.context,
         "tokenizer.ggml.eos_token_id": 2,
-    }.items():
+    }
+    for key, value in {**numbers, **fields}.items():
         if key != without:
             writer.add_uint32(key, value)
-    if extra.endswith("token_id"):
-        writer.add_uint32(extra, 5)
-    writer.add_float32("llama.attention.layer_norm_rms_epsilon", config.norm_eps)
+    if config.rope_theta != 10000.0:
+        writer.add_float32(f"{architecture}.rope.freq_base", config.rope_theta)
+    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", config.norm_eps)
     for name in checkpoint_names(config).values():
         values = source.tensor(name).numpy()
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
+        if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             values = interleaved(values, config.n_heads if "q_proj" in name else config.n_kv_heads)
         if gguf_name(name) != without:
-            writer.add_tensor(gguf_name(name), values if values.ndim == 1 else values.astype(np.float16))
-    if extra == "rope_freqs.weight":
-        writer.add_tensor(extra, np.ones(config.head_dim // 2, np.float32))
+            writer.add_tensor(gguf_name(name), values if values.ndim == 1 else values.astype(dtype))
+    for name, values in tensors.items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -113,16 +130,53 @@ def test_a_missing_tensor_is_named_with_its_file(tmp_path: Path, source: HFCheck
     assert str(path) in str(caught.value)
 
 
-def test_other_architectures_and_scaled_rope_are_refused(tmp_path: Path, source: HFCheckpoint) -> None:
-    with pytest.raises(WorkError, match="holds the architecture 'gemma'; supported is 'llama'"):
+def test_other_architectures_are_refused_with_the_nearest(tmp_path: Path, source: HFCheckpoint) -> None:
+    with pytest.raises(WorkError, match=r"'gemma' has a scaled embedding .* the nearest preset is qwen2\.5-1\.5b"):
         GGUFCheckpoint(write_gguf(tmp_path / "gemma.gguf", source, architecture="gemma"), "tiny")
-    with pytest.raises(WorkError, match="partial or scaled RoPE"):
-        GGUFCheckpoint(write_gguf(tmp_path / "scaled.gguf", source, extra="rope_freqs.weight"), "tiny")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "found"),
+    [
+        ("llama.rope.dimension_count", 4, "partial rotary embeddings"),
+        ("llama.attention.sliding_window", 64, "a sliding window"),
+        ("llama.expert_count", 8, "a mixture of experts"),
+    ],
+)
+def test_features_that_are_not_supported_are_named(
+    tmp_path: Path, source: HFCheckpoint, field: str, value: int, found: str
+) -> None:
+    with pytest.raises(WorkError, match=found):
+        GGUFCheckpoint(write_gguf(tmp_path / "other.gguf", source, fields={field: value}), "tiny")
+
+
+@pytest.mark.parametrize("divisors", [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 1.0]])
+def test_damaged_rope_divisors_are_refused(tmp_path: Path, source: HFCheckpoint, divisors: list[float]) -> None:
+    tensors = {"rope_freqs.weight": np.array(divisors, np.float32)}
+    with pytest.raises(WorkError, match=r"rope_freqs\.weight is no list of 4 positive numbers"):
+        GGUFCheckpoint(write_gguf(tmp_path / "scaled.gguf", source, tensors=tensors), "tiny")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_gives_the_same_logits_from_both_formats(tmp_path: Path, architecture: str) -> None:
+    folder = write_tiny_checkpoint(architecture, tmp_path / "hf", vocab_size=97)
+    source = HFCheckpoint(folder, "tiny")
+    tensors: dict[str, NDArray[np.float32]] = {}
+    if source.config.rope_scaling is not None:  # llama.cpp stores the divisors themselves
+        plain = dataclasses.replace(source.config, rope_scaling=None)
+        tensors["rope_freqs.weight"] = np.divide(plain.inv_freq(), source.config.inv_freq()).astype(np.float32)
+    name = ARCHITECTURES[architecture].gguf
+    path = write_gguf(tmp_path / "tiny.gguf", source, tensors=tensors, architecture=name, dtype=np.float32)
+    found = GGUFCheckpoint(path, "tiny")
+    assert found.config.spec.qkv_bias == source.config.spec.qkv_bias and found.config.head_dim == source.config.head_dim
+    tokens = torch.randint(0, 97, (700,), generator=torch.Generator().manual_seed(2))
+    ours, theirs = (dense_logits(load_decoder(c.config, c.tensor), tokens) for c in (found, source))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-5)  # the divisors round once more
 
 
 def test_the_end_of_a_turn_stops_an_answer_as_the_end_of_text_does(tmp_path: Path, source: HFCheckpoint) -> None:
     assert GGUFCheckpoint(write_gguf(tmp_path / "a.gguf", source), "tiny").stop_ids() == [2]
-    path = write_gguf(tmp_path / "b.gguf", source, extra="tokenizer.ggml.eot_token_id")
+    path = write_gguf(tmp_path / "b.gguf", source, fields={"tokenizer.ggml.eot_token_id": 5})
     assert GGUFCheckpoint(path, "tiny").stop_ids() == [2, 5]
 
 

@@ -13,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from exporter.checkpoints.base import sha256_of
-from exporter.models.config import DecoderConfig, EncoderConfig
+from exporter.checkpoints.hf_config import decoder_config
+from exporter.models.config import EncoderConfig
 from runtime_py.errors import WorkError
 from runtime_py.manifest import Source
 
@@ -89,46 +90,13 @@ class JsonObject:
 
 
 class HFCheckpoint:
-    """A decoder folder of the llama architecture. Raises ``WorkError`` for anything else, by name."""
+    """A decoder folder. Raises ``WorkError`` for an architecture or feature that is not supported, by name."""
 
     def __init__(self, folder: Path, model: str) -> None:
         self.folder, self.model = folder, model
         self._weights = WeightFolder(folder)
         self._json = JsonObject.read(folder / "config.json")
-        self.config = self._read_config()
-
-    def _read_config(self) -> DecoderConfig:
-        file, where = self._json, self._json.path
-        data = file.data
-        if data.get("model_type") != "llama":
-            raise WorkError(f"{where}: model_type is {data.get('model_type')!r}; supported is 'llama'.")
-        rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
-        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
-        for feature, found in {
-            f"RoPE scaling {kind!r}": kind != "default",
-            "attention biases": data.get("attention_bias", False),
-            "MLP biases": data.get("mlp_bias", False),
-            f"activation {data.get('hidden_act')!r}": data.get("hidden_act", "silu") != "silu",
-            "a sliding window": data.get("sliding_window"),
-        }.items():
-            if found:
-                raise WorkError(f"{where}: {feature} is not supported; supported is plain llama with SiLU.")
-        heads, hidden = file.count("num_attention_heads"), file.count("hidden_size")
-        return DecoderConfig(
-            architecture="llama",
-            n_layers=file.count("num_hidden_layers"),
-            n_heads=heads,
-            n_kv_heads=file.count("num_key_value_heads", heads),
-            head_dim=file.count("head_dim", hidden // heads),
-            hidden=hidden,
-            ffn=file.count("intermediate_size"),
-            vocab_size=file.count("vocab_size"),
-            context=file.count("max_position_embeddings"),
-            rope_theta=JsonObject(where, rope).real("rope_theta", file.real("rope_theta", 10000.0)),
-            norm_eps=file.real("rms_norm_eps", 1e-6),
-            # Only what the file says: a head that is absent without being tied is in a shard that was lost.
-            tied=bool(data.get("tie_word_embeddings", False)),
-        )
+        self.config = decoder_config(self._json)
 
     def tensor(self, name: str) -> Tensor:
         return self._weights.tensor(name)

@@ -32,9 +32,12 @@ class DecoderLayer(nn.Module):
         self.n_kv_heads, self.group, self.head_dim = config.n_kv_heads, config.group, config.head_dim
         q_width, kv_width = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
         self.attn_norm = RMSNorm(config.hidden, config.norm_eps)
-        self.q_proj = nn.Linear(config.hidden, q_width, bias=False)
-        self.k_proj = nn.Linear(config.hidden, kv_width, bias=False)
-        self.v_proj = nn.Linear(config.hidden, kv_width, bias=False)
+        bias, norm = config.spec.qkv_bias, config.spec.qk_norm
+        self.q_proj = nn.Linear(config.hidden, q_width, bias=bias)
+        self.k_proj = nn.Linear(config.hidden, kv_width, bias=bias)
+        self.v_proj = nn.Linear(config.hidden, kv_width, bias=bias)
+        self.q_norm: nn.Module = RMSNorm(config.head_dim, config.norm_eps) if norm else nn.Identity()
+        self.k_norm: nn.Module = RMSNorm(config.head_dim, config.norm_eps) if norm else nn.Identity()
         self.o_proj = nn.Linear(q_width, config.hidden, bias=False)
         self.ffn_norm = RMSNorm(config.hidden, config.norm_eps)
         self.gate_proj = nn.Linear(config.hidden, config.ffn, bias=False)
@@ -45,8 +48,8 @@ class DecoderLayer(nn.Module):
         """Queries ``[Hkv, G, T, D]``, keys and values ``[Hkv, T, D]`` of ``x [T, hidden]``, before RoPE."""
         rows = x.shape[0]
         h = self.attn_norm(x)
-        q = self.q_proj(h).view(rows, self.n_kv_heads, self.group, self.head_dim).permute(1, 2, 0, 3)
-        k = self.k_proj(h).view(rows, self.n_kv_heads, self.head_dim).permute(1, 0, 2)
+        q = self.q_norm(self.q_proj(h).view(rows, self.n_kv_heads, self.group, self.head_dim)).permute(1, 2, 0, 3)
+        k = self.k_norm(self.k_proj(h).view(rows, self.n_kv_heads, self.head_dim)).permute(1, 0, 2)
         v = self.v_proj(h).view(rows, self.n_kv_heads, self.head_dim).permute(1, 0, 2)
         return q, k, v
 
@@ -86,10 +89,15 @@ _LAYER_NAMES = {
 
 
 def checkpoint_names(config: DecoderConfig) -> dict[str, str]:
-    """Our parameter names -> the tensor names of a Hugging Face Llama checkpoint, in order of use."""
+    """Our parameter names -> the tensor names of a Hugging Face checkpoint, in order of use."""
+    of_layer = dict(_LAYER_NAMES)
+    if config.spec.qkv_bias:
+        of_layer |= {f"{part}_proj.bias": f"self_attn.{part}_proj.bias" for part in "qkv"}
+    if config.spec.qk_norm:
+        of_layer |= {f"{part}_norm.weight": f"self_attn.{part}_norm.weight" for part in "qk"}
     names = {"embedding.weight": "model.embed_tokens.weight"}
     for layer in range(config.n_layers):
-        names |= {f"layers.{layer}.{ours}": f"model.layers.{layer}.{theirs}" for ours, theirs in _LAYER_NAMES.items()}
+        names |= {f"layers.{layer}.{ours}": f"model.layers.{layer}.{theirs}" for ours, theirs in of_layer.items()}
     names["norm.weight"] = "model.norm.weight"
     if not config.tied:
         names["head.weight"] = "lm_head.weight"
