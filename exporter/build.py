@@ -17,19 +17,23 @@ from exporter.bundle_writer.selftest import write_selftest
 from exporter.bundle_writer.tokenizers import embedder_info, write_tokenizers
 from exporter.checkpoints.base import Checkpoint
 from exporter.checkpoints.hf_folder import EncoderFolder
+from exporter.checkpoints.locating import Located, locate_decoder
+from exporter.checkpoints.opening import open_decoder
+from exporter.checkpoints.random_weights import FORMAT as RANDOM
 from exporter.console import Stages
 from exporter.graphs.signatures import signatures
 from exporter.history import HistoryTools, fill_store, write_episodes
 from exporter.manifest_parts import library_versions, memory_figures, model_shape
 from exporter.models.decoder import load_decoder
+from exporter.models.embedders import open_encoder
 from exporter.models.encoder import load_encoder
-from exporter.models.registry import open_decoder, open_encoder
 from exporter.parity.checks import Check
 from exporter.parity.verify import Models, quantisation_loss, verify_bundle
 from exporter.plan import BuildPlan
 from exporter.targets import check_target, target
 from exporter.targets.base import GraphSource
 from exporter.template import cut_template
+from exporter.trial import borrowed_sensitivities, shortened
 from runtime_py.bundle import Bundle
 from runtime_py.embedder import Embedder
 from runtime_py.episodes.history import History
@@ -38,7 +42,7 @@ from runtime_py.errors import UsageError, WorkError
 from runtime_py.files import writing_folder
 from runtime_py.integrity import write_sums
 from runtime_py.language_model import LanguageModel
-from runtime_py.manifest import SCHEMA_VERSION, Manifest, Routing, Target, graph_weights
+from runtime_py.manifest import SCHEMA_VERSION, Manifest, Routing, Source, Target, graph_weights
 from runtime_py.tokenizer import TextTokenizer
 
 ROUTING_THRESHOLD = 0.05
@@ -56,8 +60,10 @@ class _Inputs:
     manifest: Manifest
 
 
-def build_bundle(plan: BuildPlan, history: History, stages: Stages, replace: bool = False) -> list[Check]:
-    """Build, verify and publish a bundle at ``plan.out``; returns the checks, all passed.
+def build_bundle(
+    plan: BuildPlan, history: History, stages: Stages, replace: bool = False, located: Located | None = None
+) -> list[Check]:
+    """Build, verify and publish a bundle at ``plan.out``; returns the checks, all passed. ``located``: the model, once found.
 
     Raises ``UsageError`` for an impossible plan before any work, ``WorkError`` when a stage or a check fails; then nothing
     appears at ``plan.out``, and a bundle that failed its checks is kept beside it for inspection.
@@ -65,7 +71,8 @@ def build_bundle(plan: BuildPlan, history: History, stages: Stages, replace: boo
     _check_destination(plan.out, replace)
     for name in plan.targets:
         check_target(name, plan.weights)
-    checkpoint, encoder = open_decoder(plan.model), open_encoder(plan.embedder)
+    checkpoint = open_decoder(located or locate_decoder(plan.request, stages.note))
+    encoder = open_encoder(plan.embedder)
     plan.check(checkpoint.config, encoder.config)
     if plan.layers is not None and not 1 <= plan.layers <= checkpoint.config.n_layers:
         raise UsageError(f"--layers {plan.layers} is not possible: allowed are 1 to {checkpoint.config.n_layers}.")
@@ -119,7 +126,7 @@ def _prepare(plan: BuildPlan, checkpoint: Checkpoint, encoder: EncoderFolder, fo
     template = cut_template(checkpoint, tokenizer.encode_template)
     source = checkpoint.source()
     flat = [0.0] * config.n_layers
-    stored = flat if plan.alpha == 0 else stored_profile(source.weights_sha256, checkpoint.config.n_layers)
+    stored = flat if plan.alpha == 0 else _known_sensitivities(checkpoint, source)
     # An impossible plan is refused before the weights are read; without a profile, what no profile could make possible.
     plan.resolve(config, stored[: config.n_layers] if stored is not None else flat, template)
     decoder = load_decoder(config, checkpoint.tensor)
@@ -150,8 +157,15 @@ def _prepare(plan: BuildPlan, checkpoint: Checkpoint, encoder: EncoderFolder, fo
         signatures=signatures(shape, graph_plan, info),
         targets={},
         memory=memory_figures(shape, graph_plan),
+        trial=plan.trial,
     )
     return _Inputs(plan, models, encoder, tokenizer.encode(calibration_text()), manifest)
+
+
+def _known_sensitivities(checkpoint: Checkpoint, source: Source) -> list[float] | None:
+    """Of the whole model, from a stored profile; None when the model must be calibrated."""
+    layers = checkpoint.config.n_layers
+    return borrowed_sensitivities(layers) if source.format == RANDOM else stored_profile(source.weights_sha256, layers)
 
 
 def _lower(inputs: _Inputs, folder: Path, stages: Stages) -> dict[str, Target]:
@@ -177,6 +191,10 @@ def _build_episodes(folder: Path, history: History, stages: Stages) -> None:
         manifest.template,
     )
 
+    if manifest.source.format == RANDOM:
+        history = shortened(history, manifest.plan, manifest.template.prefix, text.encode)
+        stages.note(f"random weights: only the first {len(history.utterances)} utterances are read")
+
     def report(episode: int, done: int, total: int) -> None:
         stages.count("shared tokens" if episode < 0 else f"episode {episode}: tokens", done, total)
 
@@ -191,8 +209,8 @@ def _build_episodes(folder: Path, history: History, stages: Stages) -> None:
 
 
 def _quality(inputs: _Inputs, stages: Stages) -> dict[str, Any]:
-    """What quantised weights cost on the calibration text, by target; nothing is lost with float32."""
-    if inputs.plan.weights == "fp32":
+    """What quantised weights cost on the calibration text, by target; float32 loses nothing, random weights have nothing."""
+    if inputs.plan.weights == "fp32" or inputs.manifest.source.format == RANDOM:
         return {}
     quality = {}
     for name in inputs.plan.targets:

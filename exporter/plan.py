@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from exporter.budgets import layer_budgets
+from exporter.checkpoints.locating import ModelRequest
 from exporter.models.config import DecoderConfig, EncoderConfig
 from runtime_py.errors import UsageError
 from runtime_py.manifest import GraphPlan, Template
@@ -23,6 +24,10 @@ class BuildPlan:
     """What ``build`` was asked for. Counts are tokens; ``budget`` is kept rows per layer and KV head, averaged over layers."""
 
     model: str = "smollm2-135m"
+    checkpoint: Path | None = None  # where the weights of ``model`` are, when they are not where it is looked for
+    revision: str | None = None
+    offline: bool = False
+    weights_source: str = "checkpoint"
     embedder: str = "minilm-l6"
     budget: int = 512
     targets: tuple[str, ...] = ("onnx",)
@@ -35,7 +40,18 @@ class BuildPlan:
     embed_length: int = 256
     episodes: int = 4
     alpha: float = DEFAULT_ALPHA
-    layers: int | None = None  # only the first layers of the model: for tests
+    layers: int | None = None  # only the first layers of the model: for trials
+
+    @property
+    def request(self) -> ModelRequest:
+        """Which weights are asked for."""
+        return ModelRequest(self.model, self.checkpoint, self.revision, self.offline, self.weights_source)
+
+    @property
+    def trial(self) -> list[str]:
+        """What makes the bundle a trial whose answers mean nothing; empty for one of use."""
+        random = ["random weights"] if self.weights_source == "random" else []
+        return random + ([f"only the first {self.layers} layers"] if self.layers is not None else [])
 
     def check(self, config: DecoderConfig, encoder: EncoderConfig) -> None:
         """Refuse impossible numbers. Raises ``UsageError`` naming the flag, the value and what is allowed."""

@@ -146,7 +146,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The whole of manifest.json."""
+    """The whole of manifest.json. ``trial`` says what makes a bundle's answers meaningless; empty for one of use."""
 
     schema_version: int
     name: str
@@ -163,6 +163,7 @@ class Manifest:
     targets: dict[str, Target]
     memory: dict[str, Any]
     quality: dict[str, Any] = field(default_factory=dict)
+    trial: list[str] = field(default_factory=list)
 
     def to_json(self) -> str:
         """Serialise, keys in declaration order."""

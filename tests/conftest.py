@@ -27,8 +27,9 @@ from exporter.graphs.signatures import signatures
 from exporter.manifest_parts import model_shape
 from exporter.models.config import DecoderConfig
 from exporter.models.decoder import Decoder, load_decoder
+from exporter.models.embedders import ENCODERS, open_encoder
 from exporter.models.encoder import Encoder, load_encoder
-from exporter.models.registry import DECODERS, ENCODERS, open_encoder, package_path
+from exporter.models.registry import DECODERS, packaged_path
 from exporter.parity.torch_engine import TorchEngine
 from runtime_py.errors import WorkError
 from runtime_py.language_model import LanguageModel
@@ -48,8 +49,9 @@ LlamaSaver = Callable[..., Path]
 def smollm() -> GGUFCheckpoint:
     """The default preset's checkpoint."""
     preset = DECODERS["smollm2-135m"]
+    assert preset.packaged is not None
     try:
-        return GGUFCheckpoint(package_path(preset), preset.model)
+        return GGUFCheckpoint(packaged_path(preset.packaged), preset.repo_id)
     except WorkError as error:
         pytest.skip(str(error))
 
@@ -86,7 +88,7 @@ def story_ids(smollm_tokenizer: TextTokenizer) -> list[int]:
 def minilm() -> EncoderFolder:
     """The default sentence encoder's folder."""
     try:
-        package_path(ENCODERS["minilm-l6"])
+        packaged_path(ENCODERS["minilm-l6"].packaged)
     except WorkError as error:
         pytest.skip(str(error))
     return open_encoder("minilm-l6")

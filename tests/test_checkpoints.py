@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from conftest import LlamaSaver
 from exporter.checkpoints.base import sha256_of
 from exporter.checkpoints.gguf_file import GGUFCheckpoint
 from exporter.checkpoints.hf_folder import HFCheckpoint
+from exporter.checkpoints.locating import ModelRequest, locate_decoder
+from exporter.checkpoints.opening import open_decoder
 from exporter.models.decoder import load_decoder
 from exporter.models.dense import dense_logits
-from exporter.models.registry import open_decoder, open_encoder
+from exporter.models.embedders import open_encoder
 from runtime_py.errors import UsageError, WorkError
 
 TEXTS = [
@@ -91,9 +94,59 @@ def test_a_lost_shard_is_an_error_even_when_it_holds_only_the_head(tmp_path: Pat
     for i, lost in enumerate(names):
         folder = save_llama(tmp_path / str(i), max_shard_size="20KB")
         (folder / lost).unlink()
-        with pytest.raises(WorkError, match="a shard may be missing") as caught:
+        with pytest.raises(WorkError, match="a shard is missing") as caught:
             load(folder)
-        assert str(folder) in str(caught.value) and lost not in str(caught.value)
+        assert str(folder) in str(caught.value) and lost in str(caught.value)
+        (folder / "model.safetensors.index.json").unlink()  # a copy by hand may lack that too
+        with pytest.raises(WorkError, match="a shard may be missing"):
+            load(folder)
+
+
+def test_files_that_the_index_does_not_name_are_not_read(tmp_path: Path, save_llama: LlamaSaver) -> None:
+    folder = save_llama(tmp_path / "sharded", max_shard_size="20KB")
+    expected = load(folder)
+    shutil.copy(folder / "model-00001-of-00005.safetensors", folder / "consolidated.safetensors")
+    (folder / "adapter_model.safetensors").write_bytes(b"no tensors at all")
+    assert torch.equal(load(folder), expected)
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(WorkError, match="mixes two models"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda index: index["weight_map"].update({"model.norm.weight": "model-00001-of-00005.safetensors"}), "where it is not"),
+        (lambda index: index["weight_map"].update({"model.more.weight": "model-00002-of-00005.safetensors"}), "where it is not"),
+        (lambda index: index.update(weight_map=[]), "no usable weight_map"),
+        (lambda index: index["weight_map"].update({"model.norm.weight": "../other.safetensors"}), "no usable weight_map"),
+    ],
+)
+def test_an_index_that_does_not_fit_its_shards_is_refused(
+    tmp_path: Path, save_llama: LlamaSaver, change: Callable[[dict[str, Any]], Any], found: str
+) -> None:
+    path = save_llama(tmp_path, max_shard_size="20KB") / "model.safetensors.index.json"
+    index = json.loads(path.read_text(encoding="utf-8"))
+    change(index)
+    path.write_text(json.dumps(index), encoding="utf-8")
+    with pytest.raises(WorkError, match=found) as caught:
+        load(tmp_path)
+    assert str(path) in str(caught.value)
+
+
+def test_quantised_checkpoints_are_refused(tmp_path: Path, save_llama: LlamaSaver) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = save_llama(tmp_path) / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({**tensors, name: tensors[name].to(torch.int8)}, path)
+    with pytest.raises(WorkError, match=r"up_proj\.weight is stored as I8; supported are F32, F16, BF16"):
+        load(tmp_path)
+    edit_config(tmp_path, lambda data: data.update(quantization_config={"quant_method": "gptq"}))
+    with pytest.raises(WorkError, match="the checkpoint is quantised"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("kept", [0, 5, 100, 0.5, -1])
@@ -275,7 +328,7 @@ def test_a_truncated_gguf_file_is_named(tmp_path: Path, smollm: GGUFCheckpoint, 
     with smollm.path.open("rb") as file:
         path.write_bytes(file.read(kept))
     with pytest.raises(WorkError, match=r"cut short\. Copy it again") as caught:
-        open_decoder(str(path))
+        open_decoder(locate_decoder(ModelRequest(str(path))))
     assert str(path) in str(caught.value)
 
 
@@ -283,7 +336,7 @@ def test_another_file_is_not_taken_for_gguf(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("hello " * 100, encoding="utf-8")
     with pytest.raises(WorkError, match="no readable GGUF file") as caught:
-        open_decoder(str(path))
+        open_decoder(locate_decoder(ModelRequest(str(path))))
     assert str(path) in str(caught.value)
 
 
@@ -294,10 +347,12 @@ def test_paths_that_do_not_exist(tmp_path: Path) -> None:
         HFCheckpoint(tmp_path / "none", "none")
 
 
-@pytest.mark.parametrize(("name", "near"), [("smolm2-135m", True), ("qwen3-4b", False), ("none/such.gguf", False)])
+@pytest.mark.parametrize(
+    ("name", "near"), [("smolm2-135m", True), ("bloom", False), ("none/such.gguf", False), ("./none", False)]
+)
 def test_unknown_names_list_the_presets(name: str, near: bool) -> None:
     with pytest.raises(UsageError, match=r"Presets: .*smollm2-135m") as caught:
-        open_decoder(name)
+        locate_decoder(ModelRequest(name))
     assert repr(name) in str(caught.value)
     assert ("Did you mean 'smollm2-135m'?" in str(caught.value)) == near
     with pytest.raises(UsageError, match=r"Presets: minilm-l6\."):

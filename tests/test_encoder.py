@@ -14,8 +14,8 @@ import torch
 
 from exporter.checkpoints.hf_folder import EncoderFolder
 from exporter.graphs.embed import EmbedGraph
+from exporter.models.embedders import open_encoder
 from exporter.models.encoder import Encoder, load_encoder
-from exporter.models.registry import open_encoder
 from runtime_py.errors import WorkError
 from runtime_py.tokenizer import SentenceTokenizer
 

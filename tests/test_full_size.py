@@ -9,7 +9,7 @@ import pytest
 from tiny_models import Run
 
 from exporter.cli.main import main
-from exporter.models.registry import DECODERS, package_path
+from exporter.models.registry import DECODERS, packaged_path
 from runtime_py.bundle import Bundle
 from runtime_py.errors import WorkError
 
@@ -27,7 +27,9 @@ QUESTIONS = (
 def full(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """The default bundle for ONNX Runtime; ``build`` publishes it only when every check holds."""
     try:
-        package_path(DECODERS["smollm2-135m"])
+        packaged = DECODERS["smollm2-135m"].packaged
+        assert packaged is not None
+        packaged_path(packaged)
     except WorkError as error:
         pytest.skip(str(error))
     out = tmp_path_factory.mktemp("full") / request.param

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from exporter.models.registry import DECODERS, ENCODERS, package_path
+from exporter.models.embedders import ENCODERS
+from exporter.models.registry import DECODERS, packaged_path
 
 ROOT = Path(__file__).resolve().parents[1]
 # Two layers that evict several times over a history of some hundred tokens.
@@ -66,7 +67,9 @@ def save_decoder(folder: Path, seed: int = 0) -> Path:
     """A random llama of two layers with the tokenizer and the chat template of the default model."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    preset = package_path(DECODERS["smollm2-135m"])
+    packaged = DECODERS["smollm2-135m"].packaged
+    assert packaged is not None
+    preset = packaged_path(packaged)
     tokenizer: Any = AutoTokenizer.from_pretrained(preset.parent, gguf_file=preset.name, local_files_only=True)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
@@ -89,7 +92,7 @@ def save_encoder(folder: Path) -> Path:
     """A random sentence encoder of one layer with the tokenizer of the default one."""
     from transformers import BertConfig, BertModel
 
-    shutil.copytree(package_path(ENCODERS["minilm-l6"]), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(packaged_path(ENCODERS["minilm-l6"].packaged), folder, ignore=shutil.ignore_patterns("*.safetensors"))
     torch.manual_seed(1)
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
     BertModel(BertConfig(vocab_size=30522, initializer_range=0.3, **sizes)).save_pretrained(folder)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from exporter.checkpoints.json_file import JsonObject
 from exporter.models.architectures import ARCHITECTURES, refusal
 from exporter.models.config import DecoderConfig, Llama3Scaling
 from runtime_py.errors import WorkError
-
-if TYPE_CHECKING:
-    from exporter.checkpoints.hf_folder import JsonObject
 
 
 def decoder_config(file: JsonObject) -> DecoderConfig:
@@ -20,6 +18,8 @@ def decoder_config(file: JsonObject) -> DecoderConfig:
         raise WorkError(f"{file.path}: model_type is {architecture!r}: {refusal(architecture)}")
     heads, hidden = file.count("num_attention_heads"), file.count("hidden_size")
     context = file.count("max_position_embeddings")
+    if file.data.get("quantization_config"):
+        raise WorkError(f"{file.path}: the checkpoint is quantised; take the one that is not. This exporter quantises by itself.")
     _refuse_features(file, context)
     theta, scaling = _rope(file)
     head_dim = file.count("head_dim", 128 if architecture == "qwen3" else hidden // heads)  # transformers' own defaults

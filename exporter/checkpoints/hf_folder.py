@@ -1,99 +1,29 @@
-"""Hugging Face folders: config.json, safetensors (one file or shards), tokenizer.json."""
+"""Hugging Face folders: a decoder's, and a sentence encoder's."""
 
 from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from exporter.checkpoints.base import sha256_of
 from exporter.checkpoints.hf_config import decoder_config
+from exporter.checkpoints.json_file import JsonObject
+from exporter.checkpoints.weight_folder import WeightFolder
 from exporter.models.config import EncoderConfig
 from runtime_py.errors import WorkError
 from runtime_py.manifest import Source
 
 
-class WeightFolder:
-    """The safetensors files of a folder, read one tensor at a time."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        if not folder.is_dir():
-            raise WorkError(f"{folder} does not exist. Name a .gguf file, a Hugging Face folder, or a preset.")
-        self.files = sorted(folder.glob("*.safetensors"))
-        if not self.files:
-            pickles = sorted(p.name for p in folder.glob("*.bin"))
-            why = f" {pickles[0]} is a pickle, which can run code when read;" if pickles else ""
-            raise WorkError(f"{folder} has no .safetensors file.{why} convert the weights with transformers' save_pretrained().")
-        self._where: dict[str, Path] = {}
-        for file in self.files:
-            try:
-                with safe_open(file, framework="pt") as handle:
-                    self._where |= dict.fromkeys(handle.keys(), file)
-            except (SafetensorError, OSError) as error:
-                raise WorkError(f"{file} is damaged or cut short ({error}). Copy or download it again.") from error
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._where
-
-    def tensor(self, name: str) -> Tensor:
-        """One tensor as float32. Raises ``WorkError`` when it is missing."""
-        if name not in self._where:
-            files = ", ".join(f.name for f in self.files)
-            raise WorkError(f"{self.folder} has no tensor {name!r} in {files}; a shard may be missing.")
-        with safe_open(self._where[name], framework="pt") as handle:
-            found: Tensor = handle.get_tensor(name)
-        return found.to(torch.float32)
-
-
-@dataclass(frozen=True)
-class JsonObject:
-    """A JSON object of the file ``path``, whose values are checked as they are read."""
-
-    path: Path
-    data: dict[str, Any]
-
-    @staticmethod
-    def read(path: Path) -> JsonObject:
-        """The object that is the whole of a file. Raises ``WorkError`` naming the file."""
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise WorkError(f"{path} is missing; the folder is not a complete checkpoint.") from None
-        except (OSError, ValueError) as error:
-            raise WorkError(f"{path} cannot be read ({error}). Copy or download it again.") from error
-        if not isinstance(data, dict):
-            raise WorkError(f"{path} holds no JSON object. Copy or download it again.")
-        return JsonObject(path, data)
-
-    def count(self, key: str, default: int | None = None) -> int:
-        """A whole number above 0; ``default`` stands for an absent or null value. Raises ``WorkError`` otherwise."""
-        value = self.data.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise WorkError(f"{self.path}: {key} is {value!r}; a positive whole number is expected.")
-        return value
-
-    def real(self, key: str, default: float | None = None) -> float:
-        """A number above 0; ``default`` stands for an absent or null value. Raises ``WorkError`` otherwise."""
-        value = self.data.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise WorkError(f"{self.path}: {key} is {value!r}; a number above 0 is expected.")
-        return float(value)
-
-
 class HFCheckpoint:
     """A decoder folder. Raises ``WorkError`` for an architecture or feature that is not supported, by name."""
 
-    def __init__(self, folder: Path, model: str) -> None:
+    def __init__(self, folder: Path, model: str, revision: str = "", licence: str = "see the model card") -> None:
         self.folder, self.model = folder, model
+        self._revision, self._licence = revision or folder.name, licence
         self._weights = WeightFolder(folder)
         self._json = JsonObject.read(folder / "config.json")
         self.config = decoder_config(self._json)
@@ -135,7 +65,7 @@ class HFCheckpoint:
     def source(self) -> Source:
         digest = sha256_of(self._weights.files)
         files = " ".join(f.name for f in self._weights.files)
-        return Source(self.model, self.folder.name, "safetensors", files, digest, "see the model card")
+        return Source(self.model, self._revision, "safetensors", files, digest, self._licence)
 
 
 class EncoderFolder:

@@ -6,10 +6,10 @@ import argparse
 from importlib.resources import files
 from pathlib import Path
 
-from exporter.build import build_bundle
-from exporter.cli.options import count, print_checks, print_json
+from exporter.checkpoints.locating import WEIGHTS_SOURCES, locate_decoder
+from exporter.cli.options import count, print_checks, print_json, trial_notice
 from exporter.console import Stages, folder_bytes
-from exporter.models.registry import DECODERS
+from exporter.models.registry import DECODERS, preset_of
 from exporter.plan import BuildPlan
 from exporter.targets import TARGETS, installed_targets
 from runtime_py.episodes.history import History
@@ -21,7 +21,13 @@ SAMPLE = "sample_conversation.json"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags and their defaults, which are those of ``BuildPlan``."""
     plan = BuildPlan()
-    parser.add_argument("--model", default=plan.model, help=f"preset ({', '.join(DECODERS)}), .gguf file or folder")
+    presets = ", ".join(DECODERS)
+    parser.add_argument("--model", default=plan.model, help=f"preset ({presets}), org/name, .gguf file or folder")
+    parser.add_argument("--checkpoint", type=Path, metavar="PATH", help="folder or .gguf file with the weights of --model")
+    parser.add_argument("--revision", help="branch, tag or commit of the model on the Hugging Face hub")
+    parser.add_argument("--offline", action="store_true", help="use the Hugging Face cache only")
+    random = "random: real shapes without a checkpoint, for sizes and speed"
+    parser.add_argument("--weights-source", default=plan.weights_source, choices=WEIGHTS_SOURCES, help=random)
     parser.add_argument("--embedder", default=plan.embedder, help=f"preset or folder (default: {plan.embedder})")
     parser.add_argument("--budget", type=count, default=plan.budget, metavar="M", help="kept rows a layer, a multiple of 8")
     known = ", ".join(TARGETS)
@@ -43,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default = getattr(plan, name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=count, default=default, metavar="N", help=f"{what} (default: {default})")
     parser.add_argument("--alpha", type=float, default=plan.alpha, help=f"sharpness of the layer budgets ({plan.alpha})")
-    parser.add_argument("--layers", type=count, metavar="N", help="use only the first N layers: quick trials, no sense")
+    parser.add_argument("--layers", type=count, metavar="N", help="use only the first N layers: for trials, marked so")
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
 
 
@@ -53,11 +59,19 @@ def run(options: argparse.Namespace) -> int:
     plan = _plan(options)
     history = read_history(options.history, options.index, stages)
     for name, value in vars(plan).items():
+        if name in ("checkpoint", "revision", "offline") and not value:
+            continue  # the usual case
         shown = ",".join(value) if isinstance(value, tuple) else "all" if value is None else value
         stages.line(f"{name:>13} {shown}")
-    checks = build_bundle(plan, history, stages, options.replace)
+    located = locate_decoder(plan.request, stages.line)
+    # PyTorch takes seconds to import; what is missing is said before.
+    from exporter.build import build_bundle
+
+    checks = build_bundle(plan, history, stages, options.replace, located)
+    if plan.trial:
+        stages.line(trial_notice(plan.trial))
     if options.json:
-        print_json({"pass": True, "out": str(plan.out), "checks": [c.to_json() for c in checks]})
+        print_json({"pass": True, "out": str(plan.out), "trial": plan.trial, "checks": [c.to_json() for c in checks]})
     else:
         print_checks(checks)
     stages.line(f"{plan.out}: {folder_bytes(plan.out) / 1e6:.0f} MB. Next:")
@@ -68,9 +82,16 @@ def run(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> BuildPlan:
     names = options.targets.split(",") if options.targets else installed_targets(options.weights)
     wanted = tuple(dict.fromkeys(name.strip() for name in names))
-    out = options.out or Path("dist") / f"{_model_name(options.model)}-{options.budget}"
+    name = f"{_model_name(options.model)}-{options.budget}"
+    name += "-random" if options.weights_source == "random" else ""
+    name += f"-{options.layers}layers" if options.layers is not None else ""
+    out = options.out or Path("dist") / name
     return BuildPlan(
         model=options.model,
+        checkpoint=options.checkpoint,
+        revision=options.revision,
+        offline=options.offline,
+        weights_source=options.weights_source,
         embedder=options.embedder,
         budget=options.budget,
         targets=wanted,
@@ -88,11 +109,11 @@ def _plan(options: argparse.Namespace) -> BuildPlan:
 
 
 def _model_name(model: str) -> str:
-    """The preset, the name of a folder, or that of a file without its extension."""
+    """The preset, the name of a folder or repository, or that of a file without its extension."""
     path = Path(model).expanduser()
-    if model in DECODERS or path.is_dir():
+    if path.is_dir():
         return path.resolve().name
-    return path.stem
+    return preset_of(model) or (path.stem if path.suffix == ".gguf" else path.name)
 
 
 def read_history(path: Path | None, index: int, stages: Stages) -> History:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from exporter.cli.options import add_bundle, add_engine, open_chosen_engine
+from exporter.cli.options import add_bundle, add_engine, open_chosen_engine, trial_notice
 from exporter.console import Stages
 from runtime_py.bundle import Bundle
 from runtime_py.errors import EpiCacheError, UsageError
@@ -38,6 +38,9 @@ def run(options: argparse.Namespace) -> int:
     stages = Stages(quiet=options.json)
     bundle = Bundle.open(options.bundle)
     engine = open_chosen_engine(bundle, options)
+    options.trial = bundle.manifest.trial
+    if options.trial:
+        stages.line(trial_notice(options.trial))
     with bundle.session(engine, options.store, options.recall) as session:
         session.progress = lambda episode, done, total: stages.count(
             "reading history:" if episode < 0 else f"reading history, episode {episode}:", done, total
@@ -62,6 +65,7 @@ def _show(session: Session, question: str, options: argparse.Namespace) -> Answe
     if options.json:
         answer = session.ask(question, max_new_tokens=options.max_tokens)
         shown = {"question": question, **dataclasses.asdict(answer), "engine": session.engine_name, "peak_rss_mb": _peak_rss()}
+        shown["trial"] = options.trial
         print(json.dumps(shown, ensure_ascii=False), flush=True)
         return answer
     print(f"> {question}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from exporter.cli.build import read_history
-from exporter.cli.options import add_bundle, add_engine, checked, open_chosen_engine, print_json
+from exporter.cli.options import add_bundle, add_engine, checked, open_chosen_engine, print_json, trial_notice
 from exporter.console import Stages
 from exporter.history import HistoryTools, fill_store
 from runtime_py.bundle import Bundle
@@ -52,6 +52,8 @@ def run(options: argparse.Namespace) -> int:
         _wipe(bundle, options.store)
         stages.line(f"{options.store} is deleted.")
         return 0
+    if bundle.manifest.trial:
+        stages.line(trial_notice(bundle.manifest.trial))
     engine = open_chosen_engine(bundle, options)
     with stages.stage("episodes", options.store):
         if options.history is not None:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from exporter.cli.options import add_bundle, print_json
+from exporter.cli.options import add_bundle, print_json, trial_notice
 from runtime_py.bundle import Bundle
 
 
@@ -35,6 +35,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "model": manifest.source.model,
         "embedder": manifest.embedder_source.model,
         "weights": manifest.plan.weights,
+        "trial": manifest.trial,
         "budget": manifest.plan.budget,
         "layer_budgets": manifest.plan.layer_budgets,
         "layer_budgets_sum": sum(manifest.plan.layer_budgets),
@@ -55,6 +56,8 @@ def _files(folder: Path) -> list[tuple[str, int]]:
 
 def _print(shown: dict[str, Any]) -> None:
     print(f"{shown['name']}: {shown['model']}, weights {shown['weights']}, id {shown['id'][:16]}")
+    if shown["trial"]:
+        print(trial_notice(shown["trial"]))
     for name, target in shown["targets"].items():
         print(f"target {name}: parity {target['parity']}, needs {target['minimum_runtime']}")
     budgets = shown["layer_budgets"]

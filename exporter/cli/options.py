@@ -41,7 +41,8 @@ def add_bundle(parser: argparse.ArgumentParser) -> None:
 
 def add_checkpoints(parser: argparse.ArgumentParser) -> None:
     """Where PyTorch finds the weights; presets are found by themselves."""
-    parser.add_argument("--model", help="the bundle's model: GGUF file or Hugging Face folder (default: the preset)")
+    where = "the bundle's model: GGUF file or Hugging Face folder (default: the preset, or the Hugging Face cache)"
+    parser.add_argument("--model", "--checkpoint", dest="model", help=where)
     parser.add_argument("--embedder", help="the bundle's sentence encoder: folder (default: the preset)")
 
 
@@ -71,6 +72,11 @@ def open_chosen_engine(bundle: Bundle, options: argparse.Namespace) -> Engine:
     if options.threads > 0:
         torch.set_num_threads(options.threads)
     return load_models(bundle.manifest, options.model, options.embedder).engine(bundle.manifest)
+
+
+def trial_notice(trial: Sequence[str]) -> str:
+    """The line that marks a trial in every output."""
+    return f"TRIAL ({'; '.join(trial)}): sizes, memory and speed are real, answers mean nothing"
 
 
 def print_checks(checks: Sequence[Check]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from exporter.cli.options import add_bundle, add_checkpoints, print_checks, print_json
+from exporter.cli.options import add_bundle, add_checkpoints, print_checks, print_json, trial_notice
 from exporter.console import Stages
 from exporter.parity.checks import Check
 from exporter.parity.verify import integrity_checks, load_models, verify_bundle
@@ -30,8 +30,11 @@ def run(options: argparse.Namespace) -> int:
     stages = Stages()
     checks = _selftest(options, stages) if options.selftest else _checks(options, stages)
     passed = all(c.passed for c in checks)
+    trial = Bundle.open(options.bundle, check=False).manifest.trial if passed else []
+    if trial:
+        stages.line(trial_notice(trial))
     if options.json:
-        print_json({"pass": passed, "checks": [c.to_json() for c in checks]})
+        print_json({"pass": passed, "trial": trial, "checks": [c.to_json() for c in checks]})
     else:
         print_checks(checks)
     return 0 if passed else BundleError.exit_code

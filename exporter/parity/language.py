@@ -34,10 +34,22 @@ from runtime_py.language_model import LanguageModel, Tail
 from runtime_py.session import Answer
 from runtime_py.thread import Thread
 
-EVICTING_BLOCKS = 4
 PROBES = ("What do the speakers talk about?", "Who has news, and what is it?", "What was decided last?")
 ANSWER_TOKENS = 24
 _FLOAT_WHY = "float32 rounding, as a part of the largest magnitude"
+
+
+@dataclass(frozen=True)
+class Scope:
+    """How much is compared. ``decode_steps`` 0: as many as fit behind two chunks of the question.
+
+    ``full_attention`` and ``greedy_answers`` pass through the whole model once more.
+    """
+
+    evicting_blocks: int = 4
+    decode_steps: int = 0
+    full_attention: bool = True
+    greedy_answers: bool = True
 
 
 Scores = Callable[[Mapping[str, Array]], Sequence[F32]]
@@ -53,7 +65,13 @@ class _Step:
 
 
 def language_checks(
-    bundle: Bundle, target: str, engine: Engine, reference: TorchEngine, decoder: Decoder, rounded: frozenset[str]
+    bundle: Bundle,
+    target: str,
+    engine: Engine,
+    reference: TorchEngine,
+    decoder: Decoder,
+    rounded: frozenset[str],
+    scope: Scope,
 ) -> list[Check]:
     """All checks of the language model's graphs. ``decoder`` holds the weights that ``reference`` computes with."""
     manifest = bundle.manifest
@@ -62,24 +80,26 @@ def language_checks(
     stream = TokenStream(manifest.template.prefix, encode, history.speakers, history.utterances)
     models = [LanguageModel(e, manifest.shape, manifest.plan) for e in (reference, engine)]
     prompt = history.episodes[0].prompt
-    steps = list(_steps(models[0], models[1], stream, prompt, reference.scores))
-    checks = [*_prefill_checks(target, steps, rounded), _full_attention_check(target, models[1], stream, decoder, rounded)]
-    checks += _logit_checks(target, models[0], models[1], steps[-1].expected, stream, rounded)
+    steps = list(_steps(models[0], models[1], stream, prompt, reference.scores, scope.evicting_blocks))
+    checks = _prefill_checks(target, steps, rounded)
+    if scope.full_attention:
+        checks.append(_full_attention_check(target, models[1], stream, decoder, rounded))
+    checks += _logit_checks(target, models[0], models[1], steps[-1].expected, stream, rounded, scope)
     return checks
 
 
 def _steps(
-    reference: LanguageModel, model: LanguageModel, stream: TokenStream, prompt: list[int], scores: Scores
+    reference: LanguageModel, model: LanguageModel, stream: TokenStream, prompt: list[int], scores: Scores, blocks: int
 ) -> Iterator[_Step]:
-    """The blocks up to the first eviction and ``EVICTING_BLOCKS`` behind it, the last one partial."""
+    """The blocks up to the first eviction and ``blocks`` behind it, the last one partial."""
     plan, cache = reference.plan, EpisodeCache.empty(reference.shape, reference.plan)
     evicting = 0
-    while cache.n_seen < len(stream) and evicting < EVICTING_BLOCKS:
+    while cache.n_seen < len(stream) and evicting < blocks:
         early = cache.n_seen < plan.min_budget
         length = min(plan.block, plan.min_budget - cache.n_seen) if early else plan.block
         if not early:
             evicting += 1
-            length = length if evicting < EVICTING_BLOCKS else length // 2 + 1
+            length = length if evicting < blocks else length // 2 + 1
         tokens = stream.tokens(cache.n_seen, min(cache.n_seen + length, len(stream)))
         scorers = [] if early else prompt
         inputs = reference.prefill_inputs(cache, tokens, scorers)
@@ -145,10 +165,16 @@ def _full_attention_check(
 
 
 def _logit_checks(
-    target: str, reference: LanguageModel, model: LanguageModel, cache: EpisodeCache, stream: TokenStream, rounded: frozenset[str]
+    target: str,
+    reference: LanguageModel,
+    model: LanguageModel,
+    cache: EpisodeCache,
+    stream: TokenStream,
+    rounded: frozenset[str],
+    scope: Scope,
 ) -> list[Check]:
-    """Logits behind the same evicted cache: a partial and a full chunk of the query graph, then single tokens."""
-    count = 2 * model.plan.query
+    """Logits behind the same evicted cache: a full and a partial chunk of the query graph, then single tokens."""
+    count = model.plan.query + 2 + (scope.decode_steps or model.plan.query - 2)
     some = stream.tokens(0, min(count, len(stream)))[::-1]
     tokens = (some * (count // len(some) + 1))[:count]  # a history of one utterance may be shorter than that
     results: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {"query": [], "decode": []}

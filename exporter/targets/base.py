@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from exporter.models.decoder import Decoder
-from exporter.models.encoder import Encoder
 from runtime_py.manifest import GraphPlan, GraphSignature, Target
+
+if TYPE_CHECKING:  # the list of targets is read without PyTorch
+    from exporter.models.decoder import Decoder
+    from exporter.models.encoder import Encoder
 
 Progress = Callable[[str], None]
 
