@@ -123,7 +123,7 @@ def _prepare(plan: BuildPlan, checkpoint: Checkpoint, encoder: EncoderFolder, fo
     info = embedder_info(encoder, plan.embed_length)
     write_tokenizers(checkpoint, encoder, info, folder)
     tokenizer = TextTokenizer(folder / "tokenizer" / "tokenizer.json", checkpoint.stop_ids())
-    template = cut_template(checkpoint, tokenizer.encode_template)
+    template = cut_template(checkpoint, tokenizer)
     source = checkpoint.source()
     flat = [0.0] * config.n_layers
     stored = flat if plan.alpha == 0 else _known_sensitivities(checkpoint, source)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from exporter.checkpoints.base import Checkpoint
 from runtime_py.errors import WorkError
 from runtime_py.manifest import Template
+from runtime_py.tokenizer import TextTokenizer
 
 HISTORY_HEADER = "Below are past conversations. Use them to answer the question at the end.\n\n"
 QUESTION_PREFIX = "\nAnswer in one short sentence, from the conversations above.\nQuestion: "
@@ -43,6 +42,10 @@ def _render(checkpoint: Checkpoint, turns: list[dict[str, str]]) -> str:
             conversations=[turns],
             chat_template=checkpoint.chat_template(),
             add_generation_prompt=True,
+            # A phone answers from its cache at once; and a bundle neither differs from day to day nor calls its build day today:
+            # the date is the one that Llama 3's template falls back to.
+            enable_thinking=False,
+            date_string="26 Jul 2024",
             **checkpoint.special_tokens(),
         )
     except WorkError:
@@ -52,7 +55,17 @@ def _render(checkpoint: Checkpoint, turns: list[dict[str, str]]) -> str:
     return str(rendered[0])
 
 
-def cut_template(checkpoint: Checkpoint, encode_template: Callable[[str], list[int]]) -> Template:
-    """The template as token ids; ``encode_template`` recognises special tokens and adds none."""
-    pieces = {name: encode_template(text) for name, text in template_texts(checkpoint).items()}
-    return Template(**pieces, stop_ids=checkpoint.stop_ids())
+def cut_template(checkpoint: Checkpoint, tokenizer: TextTokenizer) -> Template:
+    """The template as token ids. What it puts behind an answer stops one, whether or not the checkpoint names it.
+
+    Raises ``WorkError`` when an answer would never end, or would be stopped by an id that the model does not have.
+    """
+    pieces = {name: tokenizer.encode_template(text) for name, text in template_texts(checkpoint).items()}
+    ends = [token for token in pieces["turn_end"] if token in tokenizer.special_ids]
+    stops = sorted({*checkpoint.stop_ids(), *ends[:1]})
+    if not stops or not 0 <= stops[0] <= stops[-1] < checkpoint.config.vocab_size:
+        raise WorkError(
+            f"The stop ids of the checkpoint are {stops}; ids from 0 to {checkpoint.config.vocab_size - 1} are needed. Look at "
+            "eos_token_id in config.json and generation_config.json."
+        )
+    return Template(**pieces, stop_ids=stops)

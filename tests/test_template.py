@@ -20,7 +20,7 @@ HISTORY, QUESTIONS, ANSWERS = '[1 May]\nAda said, "Hi."\n', ["Who said hi?", "Wh
 
 @pytest.fixture(scope="module")
 def template(smollm: GGUFCheckpoint, smollm_tokenizer: TextTokenizer) -> Template:
-    return cut_template(smollm, smollm_tokenizer.encode_template)
+    return cut_template(smollm, smollm_tokenizer)
 
 
 def rendered_by_transformers(tokenizer: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from gguf import GGUFReader, dequantize
 from torch import Tensor
 
 from exporter.checkpoints.base import sha256_of
+from exporter.checkpoints.gguf_tokenizer import tokenizer_json
 from exporter.models.architectures import ARCHITECTURES, refusal
 from exporter.models.config import DecoderConfig, DivisorScaling
 from runtime_py.errors import WorkError
@@ -122,17 +122,7 @@ class GGUFCheckpoint:
         return values.reshape(tuple(int(n) for n in reversed(found.shape)))
 
     def tokenizer_json(self) -> str:
-        """See ``Checkpoint.tokenizer_json``; built by transformers from the vocabulary and merges in the file."""
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name, local_files_only=True)
-        data = json.loads(tokenizer.backend_tokenizer.to_str())
-        data["post_processor"] = None  # the only thing it could add is a BOS
-        if self._field("tokenizer.ggml.pre", "default") == "smollm":
-            # llama.cpp's 'smollm' pre-tokenizer isolates digits; transformers drops that part of the GGUF.
-            digits = {"type": "Digits", "individual_digits": True}
-            data["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, data["pre_tokenizer"]]}
-        return json.dumps(data, ensure_ascii=False)
+        return tokenizer_json(self.path, self._field)
 
     def chat_template(self) -> str:
         return str(self._field("tokenizer.chat_template"))
@@ -143,9 +133,10 @@ class GGUFCheckpoint:
         return {f"{kind}_token": str(tokens[int(f.contents())]) for kind, f in ids.items() if f is not None}
 
     def stop_ids(self) -> list[int]:
-        end_of_turn = self._reader.get_field("tokenizer.ggml.eot_token_id")
-        ids = {int(self._field("tokenizer.ggml.eos_token_id"))} | ({int(end_of_turn.contents())} if end_of_turn else set())
-        return sorted(ids)
+        """End of text, of a turn and of a message, as far as the file names them."""
+        ids = {int(self._field("tokenizer.ggml.eos_token_id"))}
+        fields = (self._reader.get_field(f"tokenizer.ggml.{kind}_token_id") for kind in ("eot", "eom"))
+        return sorted(ids | {int(found.contents()) for found in fields if found is not None})
 
     def source(self) -> Source:
         name = str(self._field("general.name", self.path.stem))

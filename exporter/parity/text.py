@@ -111,7 +111,7 @@ def _differing(golden: list[tuple[str, list[int]]], encode: Callable[[str], list
 def _template_check(bundle: Bundle, checkpoint: Checkpoint) -> Check:
     """The pieces spell the checkpoint's own template, with the ids and the stop ids that the checkpoint gives."""
     tokenizer, template = bundle.text_tokenizer(), bundle.manifest.template
-    texts, cut = template_texts(checkpoint), cut_template(checkpoint, tokenizer.encode_template)
+    texts, cut = template_texts(checkpoint), cut_template(checkpoint, tokenizer)
     wrong = 0
     for name, text in texts.items():
         ids = getattr(template, name)
