@@ -16,7 +16,7 @@ from exporter import __version__
 from exporter.bundle_writer.selftest import write_selftest
 from exporter.bundle_writer.tokenizers import embedder_info, write_tokenizers
 from exporter.checkpoints.base import Checkpoint
-from exporter.checkpoints.hf_folder import EncoderFolder
+from exporter.checkpoints.encoder_folder import EncoderFolder
 from exporter.checkpoints.locating import Located, locate_decoder
 from exporter.checkpoints.opening import open_decoder
 from exporter.checkpoints.random_weights import FORMAT as RANDOM
@@ -25,8 +25,7 @@ from exporter.graphs.signatures import signatures
 from exporter.history import HistoryTools, fill_store, write_episodes
 from exporter.manifest_parts import library_versions, memory_figures, model_shape
 from exporter.models.decoder import load_decoder
-from exporter.models.embedders import open_encoder
-from exporter.models.encoder import load_encoder
+from exporter.models.embedders import load_sentence_encoder, open_encoder
 from exporter.parity.checks import Check
 from exporter.parity.verify import Models, quantisation_loss, verify_bundle
 from exporter.plan import BuildPlan
@@ -35,7 +34,6 @@ from exporter.targets.base import GraphSource
 from exporter.template import cut_template
 from exporter.trial import borrowed_sensitivities, shortened
 from runtime_py.bundle import Bundle
-from runtime_py.embedder import Embedder
 from runtime_py.episodes.history import History
 from runtime_py.episodes.store import Store
 from runtime_py.errors import UsageError, WorkError
@@ -72,8 +70,8 @@ def build_bundle(
     for name in plan.targets:
         check_target(name, plan.weights)
     checkpoint = open_decoder(located or locate_decoder(plan.request, stages.note))
-    encoder = open_encoder(plan.embedder)
-    plan.check(checkpoint.config, encoder.config)
+    encoder = open_encoder(plan.embedder, plan.offline, stages.note)
+    plan.check(checkpoint.config, encoder.longest)
     if plan.layers is not None and not 1 <= plan.layers <= checkpoint.config.n_layers:
         raise UsageError(f"--layers {plan.layers} is not possible: allowed are 1 to {checkpoint.config.n_layers}.")
     with writing_folder(plan.out, replace) as folder:
@@ -130,7 +128,7 @@ def _prepare(plan: BuildPlan, checkpoint: Checkpoint, encoder: EncoderFolder, fo
     # An impossible plan is refused before the weights are read; without a profile, what no profile could make possible.
     plan.resolve(config, stored[: config.n_layers] if stored is not None else flat, template)
     decoder = load_decoder(config, checkpoint.tensor)
-    models = Models(checkpoint, decoder, load_encoder(encoder.config, encoder.tensor))
+    models = Models(checkpoint, decoder, load_sentence_encoder(encoder))
     if stored is None:
         stages.note("no stored profile of this model: calibrating")
         profile: dict[str, Any] = measure_profile(decoder, tokenizer.encode, source.model, source.weights_sha256, stages.note)
@@ -186,7 +184,7 @@ def _build_episodes(folder: Path, history: History, stages: Stages) -> None:
     text = bundle.text_tokenizer()
     tools = HistoryTools(
         LanguageModel(engine, manifest.shape, manifest.plan),
-        Embedder(engine, bundle.sentence_tokenizer()),
+        bundle.embedder(engine),
         text.encode,
         manifest.template,
     )

@@ -13,6 +13,7 @@ from runtime_py.bundle import EPISODES_FILE, EpisodeRecord, EpisodesFile, Segmen
 from runtime_py.embedder import Embedder
 from runtime_py.episodes.cache_files import write_cache, write_sealed
 from runtime_py.episodes.clustering import cluster_store
+from runtime_py.episodes.coverage import UNKNOWN_SCRIPT, unknown_share
 from runtime_py.episodes.history import History
 from runtime_py.episodes.reader import EpisodeReader, ReadProgress
 from runtime_py.episodes.rendering import Encode, TokenStream
@@ -57,6 +58,12 @@ def fill_store(
         notes(f"{count} episodes instead of {plan.episodes}: the history has only {len(segments)} different segments")
     stream = TokenStream(tools.template.prefix, tools.encode, store.speakers, store.utterances())
     notes(f"{len(store.utterances())} utterances, {len(segments)} segments, {len(stream)} tokens, {count} episodes")
+    share = unknown_share(tools.embedder.tokenizer, (utterance.text for utterance in store.utterances()))
+    if share > UNKNOWN_SCRIPT:
+        notes(
+            f"WARNING: the sentence encoder hardly knows this script: {share:.0%} of the tokens are unknown or single letters. "
+            "Episodes and routing will be poor; build with --embedder multilingual-e5-small"
+        )
     reader = EpisodeReader(tools.model, store, stream, progress=progress, checkpoint=checkpoint)
     for episode in range(count):
         reader.sealed(episode)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from exporter.budgets import layer_budgets
 from exporter.checkpoints.locating import ModelRequest
-from exporter.models.config import DecoderConfig, EncoderConfig
+from exporter.models.config import DecoderConfig
 from runtime_py.errors import UsageError
 from runtime_py.manifest import GraphPlan, Template
 
@@ -53,8 +53,11 @@ class BuildPlan:
         random = ["random weights"] if self.weights_source == "random" else []
         return random + ([f"only the first {self.layers} layers"] if self.layers is not None else [])
 
-    def check(self, config: DecoderConfig, encoder: EncoderConfig) -> None:
-        """Refuse impossible numbers. Raises ``UsageError`` naming the flag, the value and what is allowed."""
+    def check(self, config: DecoderConfig, longest_text: int) -> None:
+        """Refuse impossible numbers. Raises ``UsageError`` naming the flag, the value and what is allowed.
+
+        ``longest_text`` is what the sentence encoder can read, in tokens.
+        """
         context = config.context
         limits = {
             "--block": (self.block, MIN_BLOCK, context),
@@ -75,8 +78,8 @@ class BuildPlan:
         layer_budgets([0.0], self.budget, 0.0, GRANULARITY)  # refuses what is no multiple of the granularity
         if not 0.0 <= self.alpha <= 16.0:
             raise UsageError(f"--alpha {self.alpha} is not possible: allowed are 0 to 16.")
-        if not 16 <= self.embed_length <= encoder.positions:
-            raise UsageError(f"--embed-length {self.embed_length} is not possible: allowed are 16 to {encoder.positions}.")
+        if not 16 <= self.embed_length <= longest_text:
+            raise UsageError(f"--embed-length {self.embed_length} is not possible: allowed are 16 to {longest_text}.")
 
     def _room(self, context: int) -> int:
         """The largest budget that fits when all layers get the same; unequal layers need a smaller one."""

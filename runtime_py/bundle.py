@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from runtime_py.embedder import Embedder
 from runtime_py.engines import open_engine
 from runtime_py.engines.base import Engine
 from runtime_py.episodes.history import Utterance, clean_text, clean_utterance
@@ -100,8 +101,13 @@ class Bundle:
         if self._sentence is None:
             info = self.manifest.embedder
             path = self.path / "tokenizer" / "embedder.json"
-            self._sentence = SentenceTokenizer(path, info.cls_id, info.sep_id, info.pad_id, info.length)
+            self._sentence = SentenceTokenizer(path, info.prefix_ids, info.suffix_ids, info.pad_id, info.length)
         return self._sentence
+
+    def embedder(self, engine: Engine) -> Embedder:
+        """The sentence encoder on ``engine``, with the bundle's tokenizer and prompts."""
+        info = self.manifest.embedder
+        return Embedder(engine, self.sentence_tokenizer(), info.query_prompt, info.document_prompt)
 
     def episodes_file(self) -> EpisodesFile:
         """The history the bundle was built with. Raises ``BundleError`` naming the field that cannot be right."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from runtime_py.errors import BundleError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 GRAPHS = ("prefill", "query", "decode", "embed")
 MAX_EPISODES = 64
 T = TypeVar("T")
@@ -81,14 +81,19 @@ class Template:
 
 @dataclass(frozen=True)
 class EmbedderInfo:
-    """The sentence encoder: ``dimension`` of its vectors, ids of the tokens around a text, padding id."""
+    """The sentence encoder: ``dimension`` of its vectors, ids of the tokens around a text, padding id, and prompts.
+
+    The query prompt is put in front of questions, the document prompt in front of everything that is searched.
+    """
 
     model: str
     dimension: int
     length: int
-    cls_id: int
-    sep_id: int
+    prefix_ids: list[int]
+    suffix_ids: list[int]
     pad_id: int
+    query_prompt: str = ""
+    document_prompt: str = ""
     weights: str = "int8"
 
 
@@ -307,10 +312,15 @@ def _embedder_problem(manifest: Manifest) -> str | None:
     embedder = manifest.embedder
     if embedder.length != manifest.plan.embed_length:
         return f"embedder.length is {embedder.length}, plan.embed_length {manifest.plan.embed_length}; they must be equal."
-    limits = {"length": (3, 1 << 16), "dimension": (1, 1 << 16), **dict.fromkeys(("cls_id", "sep_id", "pad_id"), (0, 1 << 24))}
+    around = len(embedder.prefix_ids) + len(embedder.suffix_ids)
+    limits = {"length": (around + 1, 1 << 16), "dimension": (1, 1 << 16), "pad_id": (0, 1 << 24)}
     for name, (low, high) in limits.items():
         if problem := _outside(f"embedder.{name}", getattr(embedder, name), low, high):
             return problem
+    for name in ("prefix_ids", "suffix_ids"):
+        for i, token in enumerate(getattr(embedder, name)):
+            if problem := _outside(f"embedder.{name}[{i}]", token, 0, 1 << 24):
+                return problem
     if not -1.0 <= manifest.routing.threshold <= 1.0:
         return f"routing.threshold is {manifest.routing.threshold}; a cosine from -1 to 1 is expected."
     return None

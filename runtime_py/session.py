@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from runtime_py.embedder import F32, Embedder
+from runtime_py.embedder import F32
 from runtime_py.engines.base import Engine
 from runtime_py.episodes.clustering import add_episode, cluster_store, open_store
 from runtime_py.episodes.history import Utterance, clean_utterance
@@ -60,7 +60,7 @@ class Session:
         self._bundle, self._engine, self._store, self._recall = bundle, engine, store, recall
         self._plan, self._template = manifest.plan, manifest.template
         self._tokenizer = bundle.text_tokenizer()
-        self._embedder = Embedder(engine, bundle.sentence_tokenizer())
+        self._embedder = bundle.embedder(engine)
         self._model = LanguageModel(engine, manifest.shape, manifest.plan)
         self._resources, self._closed = contextlib.ExitStack(), False
         self._cancel = threading.Event()
@@ -124,7 +124,7 @@ class Session:
     def _answer(self, question: str, limit: int) -> _Stream:
         started = time.monotonic()
         unlogged, tokens, notes = self._fit(question)
-        vector = self._embedder.embed(question)
+        vector = self._embedder.embed_query(question)
         match = route(vector, Centroids.of(self._centroids()))
         queued = max(match.similarities) < self._bundle.manifest.routing.threshold
         if queued and question not in {each.question for each in self._store.queued()}:
@@ -261,7 +261,7 @@ class Session:
         self._centroids()
         while queued := self._store.queued():
             question = queued[0].question
-            vector = queued[0].vector if queued[0].vector is not None else self._embedder.embed(question)
+            vector = queued[0].vector if queued[0].vector is not None else self._embedder.embed_query(question)
             self._embed_segments()
             nearest = nearest_segments(vector, np.stack(self._vectors), self._plan.medoids - 1)
             texts = [question + "\n", *(self._segments[i].text for i in nearest)]
@@ -345,7 +345,7 @@ class Session:
         segments, changed = extend_segments(self._segments, self._store.utterances())
         vectors = list(self._vectors)
         for index in changed:
-            vectors[index : index + 1] = [self._embedder.embed(segments[index].text)]
+            vectors[index : index + 1] = [self._embedder.embed_document(segments[index].text)]
         self._segments, self._vectors = segments, vectors
 
     def _remember(self, turns: list[tuple[str, str]], since: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,25 +96,32 @@ class StreamDecoder:
 
 
 class SentenceTokenizer:
-    """Tokenizer of the sentence encoder: ``[CLS] text [SEP]``, padded to ``length`` tokens.
+    """Tokenizer of the sentence encoder: a text between ``prefix_ids`` and ``suffix_ids``, padded to ``length`` tokens.
 
     Raises ``BundleError`` when the file is missing or damaged, ``UsageError`` when ``length`` leaves no room for text.
     """
 
-    def __init__(self, path: Path, cls_id: int, sep_id: int, pad_id: int, length: int) -> None:
-        if length < 3:
-            raise UsageError(f"The sentence encoder's length is {length}; at least 3 tokens are needed. Give more.")
+    def __init__(self, path: Path, prefix_ids: Sequence[int], suffix_ids: Sequence[int], pad_id: int, length: int) -> None:
+        least = len(prefix_ids) + len(suffix_ids) + 1
+        if length < least:
+            raise UsageError(f"The sentence encoder's length is {length}; at least {least} tokens are needed. Give more.")
         spec, _ = _load(path)
-        self._tokenizer = _build(path, _without_special(spec, _special_ids(spec) | {cls_id, sep_id, pad_id}))
-        self._cls_id, self._sep_id, self._pad_id, self._length = cls_id, sep_id, pad_id, length
+        special = _special_ids(spec) | {*prefix_ids, *suffix_ids, pad_id}
+        self._tokenizer = _build(path, _without_special(spec, special))
+        self._prefix, self._suffix, self._pad_id, self._length = list(prefix_ids), list(suffix_ids), pad_id, length
 
     def encode(self, text: str) -> tuple[I32, int]:
         """Ids ``int32 [1, length]`` and the number of tokens before the padding; a long text loses its end."""
-        ids = self._tokenizer.encode(_valid(text), add_special_tokens=False).ids[: self._length - 2]
-        row = [self._cls_id, *ids, self._sep_id]
+        room = self._length - len(self._prefix) - len(self._suffix)
+        row = [*self._prefix, *self.pieces(text)[0][:room], *self._suffix]
         tokens = np.full((1, self._length), self._pad_id, np.int32)
         tokens[0, : len(row)] = row
         return tokens, len(row)
+
+    def pieces(self, text: str) -> tuple[list[int], list[str]]:
+        """Ids of ``text`` and the vocabulary entries they stand for, with nothing around them."""
+        found = self._tokenizer.encode(_valid(text), add_special_tokens=False)
+        return list(found.ids), list(found.tokens)
 
 
 def _load(path: Path) -> tuple[dict[str, Any], Tokenizer]:

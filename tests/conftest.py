@@ -19,16 +19,16 @@ import pytest
 import torch
 
 from calibration.profiles import calibration_text
+from exporter.checkpoints.encoder_folder import EncoderFolder
 from exporter.checkpoints.gguf_file import GGUFCheckpoint
-from exporter.checkpoints.hf_folder import EncoderFolder
 from exporter.graphs.prefill import PrefillGraph
 from exporter.graphs.query import QueryGraph
 from exporter.graphs.signatures import signatures
 from exporter.manifest_parts import model_shape
 from exporter.models.config import DecoderConfig
 from exporter.models.decoder import Decoder, load_decoder
-from exporter.models.embedders import ENCODERS, open_encoder
-from exporter.models.encoder import Encoder, load_encoder
+from exporter.models.embedders import ENCODERS, load_sentence_encoder, open_encoder
+from exporter.models.encoder import Encoder
 from exporter.models.registry import DECODERS, packaged_path
 from exporter.parity.torch_engine import TorchEngine
 from runtime_py.errors import WorkError
@@ -49,7 +49,6 @@ LlamaSaver = Callable[..., Path]
 def smollm() -> GGUFCheckpoint:
     """The default preset's checkpoint."""
     preset = DECODERS["smollm2-135m"]
-    assert preset.packaged is not None
     try:
         return GGUFCheckpoint(packaged_path(preset.packaged), preset.repo_id)
     except WorkError as error:
@@ -97,7 +96,9 @@ def minilm() -> EncoderFolder:
 @pytest.fixture(scope="session")
 def encoder(minilm: EncoderFolder) -> Encoder:
     """The default sentence encoder; read-only."""
-    return load_encoder(minilm.config, minilm.tensor)
+    loaded = load_sentence_encoder(minilm)
+    assert isinstance(loaded, Encoder)
+    return loaded
 
 
 @pytest.fixture(scope="session")
@@ -156,7 +157,7 @@ def make_language_model() -> LanguageModelFactory:
             "query": QueryGraph(decoder, plan, plan.query).eval(),
             "decode": QueryGraph(decoder, plan, 1).eval(),
         }
-        unused = EmbedderInfo("none", 1, plan.embed_length, 0, 0, 0)
+        unused = EmbedderInfo("none", 1, plan.embed_length, [], [], 0)
         return LanguageModel(TorchEngine(modules, signatures(shape, plan, unused)), shape, plan)
 
     return make

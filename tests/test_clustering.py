@@ -12,7 +12,6 @@ from bundle_fixtures import RecordingEngine, copy_bundle, edit_json, same_caches
 from store_samples import damage, one
 
 from runtime_py.bundle import Bundle
-from runtime_py.embedder import Embedder
 from runtime_py.engines.base import Array
 from runtime_py.episodes.clustering import add_episode, cluster_store, open_store
 from runtime_py.episodes.history import Utterance
@@ -168,7 +167,7 @@ def test_clustering_the_bundles_history_again_gives_its_episodes(session: Sessio
 def clustered(bundle: Bundle, engine: RecordingEngine, folder: Path, utterances: list[Utterance]) -> tuple[Store, list[Segment]]:
     store = Store.create(folder, bundle.id, ["Ann", "Bob"], bundle.path / "episodes")
     store.append(utterances)
-    embedder = Embedder(engine, bundle.sentence_tokenizer())
+    embedder = bundle.embedder(engine)
     segments, _ = cluster_store(store, embedder, bundle.text_tokenizer().encode, bundle.manifest.plan)
     return store, segments
 
@@ -349,7 +348,7 @@ def test_a_question_far_from_all_gets_an_episode_of_its_own(choosy: Bundle, engi
         session.catch_up()
         assert session._store.queued() == []
         entry, centroids = session._store.episodes()[4], session._store.centroids()
-        assert centroids is not None and centroids[4].tobytes() == session._embedder.embed(question).tobytes()
+        assert centroids is not None and centroids[4].tobytes() == session._embedder.embed_query(question).tobytes()
         own = session._tokenizer.encode(question + "\n")
         assert entry.prompt[: len(own)] == own and len(own) < len(entry.prompt) <= choosy.manifest.plan.prompt
         assert len(entry.medoids) == choosy.manifest.plan.medoids - 1

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from exporter.checkpoints.hf_folder import EncoderFolder
+from exporter.checkpoints.encoder_folder import EncoderFolder
 from exporter.graphs.embed import EmbedGraph
-from exporter.models.embedders import open_encoder
-from exporter.models.encoder import Encoder, load_encoder
+from exporter.models.embedders import load_sentence_encoder, open_encoder
+from exporter.models.encoder import Encoder
 from runtime_py.errors import WorkError
 from runtime_py.tokenizer import SentenceTokenizer
 
@@ -36,7 +36,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def tokenizer(minilm: EncoderFolder) -> SentenceTokenizer:
-    return SentenceTokenizer(minilm.folder / "tokenizer.json", 101, 102, 0, LENGTH)
+    return SentenceTokenizer(minilm.folder / "tokenizer.json", [101], [102], 0, LENGTH)
 
 
 def embed(graph: EmbedGraph, ids: np.ndarray, count: int) -> np.ndarray:
@@ -115,16 +115,14 @@ def test_another_architecture_or_activation_is_refused(
 @pytest.mark.parametrize(
     ("pooling", "found"),
     [
-        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "'cls'"),
+        ({"pooling_mode_max_tokens": True, "pooling_mode_mean_tokens": False}, "'max'"),
         ({"pooling_mode_max_tokens": True, "pooling_mode_mean_tokens": True}, r"'mean\+max'"),
-        ({"pooling_mode": "cls", "pooling_mode_mean_tokens": False}, "'cls'"),
+        ({"pooling_mode": "weightedmean", "pooling_mode_mean_tokens": False}, "'weightedmean'"),
     ],
 )
-def test_pooling_other_than_the_mean_is_refused(
-    minilm: EncoderFolder, tmp_path: Path, pooling: dict[str, Any], found: str
-) -> None:
+def test_other_pooling_is_refused(minilm: EncoderFolder, tmp_path: Path, pooling: dict[str, Any], found: str) -> None:
     folder = edited_copy(minilm, tmp_path / "copy", "1_Pooling/config.json", lambda data: data.update(pooling))
-    with pytest.raises(WorkError, match=f"the pooling is {found}; supported is 'mean'") as caught:
+    with pytest.raises(WorkError, match=f"the pooling is {found}; supported for this model is 'mean' or 'cls'") as caught:
         open_encoder(str(folder))
     assert str(folder / "1_Pooling" / "config.json") in str(caught.value)
 
@@ -149,7 +147,7 @@ def test_weights_of_another_shape_are_named(minilm: EncoderFolder, tmp_path: Pat
     folder = edited_copy(minilm, tmp_path / "copy", "config.json", lambda data: data.update(max_position_embeddings=128))
     found = open_encoder(str(folder))
     with pytest.raises(WorkError, match=r"position_embeddings\.weight has the shape \[512, 384\]; .* it is \[128, 384\]"):
-        load_encoder(found.config, found.tensor)
+        load_sentence_encoder(found)
 
 
 def test_a_folder_without_tokenizer_names_it(minilm: EncoderFolder, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_rewrites_compute_the_same(smollm_short: Decoder, make_plan: PlanFactory) -> None:
     plan = make_plan([16, 24, 16])
     shape = model_shape(smollm_short.config)
-    signature = signatures(shape, plan, EmbedderInfo("none", 1, 32, 0, 0, 0))["query"]
+    signature = signatures(shape, plan, EmbedderInfo("none", 1, 32, [], [], 0))["query"]
     generator = torch.Generator().manual_seed(3)
     inputs = example_inputs(signature)
     for name in ("k", "v", "tail_k", "tail_v"):
@@ -62,7 +62,7 @@ def test_a_transposed_cache_is_found_inside_the_delegate(smollm_short: Decoder, 
     config = dataclasses.replace(smollm_short.config, n_layers=1)
     decoder = Decoder(config).eval()
     plan = make_plan([16])
-    signature = signatures(model_shape(config), plan, EmbedderInfo("none", 1, 32, 0, 0, 0))["decode"]
+    signature = signatures(model_shape(config), plan, EmbedderInfo("none", 1, 32, [], [], 0))["decode"]
     lowered = {}
     for name, graph in {
         "plain": QueryGraph(rewritten(decoder), plan, 1),

@@ -68,7 +68,7 @@ def _language_programs(smollm: GGUFCheckpoint, plan: GraphPlan, weights: str) ->
         "query": QueryGraph(model, plan, plan.query, XNNPACK_OPS).eval(),
         "decode": QueryGraph(model, plan, 1, XNNPACK_OPS).eval(),
     }
-    unused = EmbedderInfo("none", 1, plan.embed_length, 0, 0, 0)
+    unused = EmbedderInfo("none", 1, plan.embed_length, [], [], 0)
     all_signatures = signatures(model_shape(config), plan, unused)
     with torch.no_grad():
         return {

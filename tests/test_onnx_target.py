@@ -103,7 +103,7 @@ def exported(
     weights: str = request.param
     decoder = load_decoder(dataclasses.replace(smollm.config, n_layers=2), smollm.tensor)
     plan, shape = make_plan(BUDGETS, weights=weights, **SIZES), model_shape(decoder.config)
-    embedder = EmbedderInfo("minilm", 384, plan.embed_length, 101, 102, 0, weights)
+    embedder = EmbedderInfo("minilm", 384, plan.embed_length, [101], [102], 0, weights=weights)
     manifest, folder = describe(shape, plan, embedder), tmp_path_factory.mktemp(weights)
     weights_of = graph_weights(plan, embedder)
     source = GraphSource(decoder, encoder, plan, manifest.signatures, weights_of)
@@ -269,7 +269,7 @@ def test_onnx_runtime_reads_caches_in_place(make_plan: PlanFactory, tmp_path: Pa
 
     config = DecoderConfig("llama", 2, 4, 2, 64, 32, 48, 97, 1 << 17, 10000.0, 1e-5, tied=False)
     plan = make_plan([64, 64], tail=1 << 16)
-    embedder = EmbedderInfo("none", 1, 32, 0, 0, 0)
+    embedder = EmbedderInfo("none", 1, 32, [], [], 0)
     decoder = Decoder(config).eval()
     signature = signatures(model_shape(config), plan, embedder)["decode"]
     ir.save(export_graph(QueryGraph(decoder, plan, 1), signature), tmp_path / "decode.onnx")

@@ -8,7 +8,7 @@ import pytest
 
 from exporter.budgets import layer_budgets
 from exporter.manifest_parts import memory_figures, model_shape
-from exporter.models.config import DecoderConfig, EncoderConfig
+from exporter.models.config import DecoderConfig
 from exporter.plan import GRANULARITY, MIN_BUDGET, BuildPlan, parse_count
 from runtime_py.episodes.cache import EpisodeCache
 from runtime_py.errors import UsageError
@@ -16,7 +16,7 @@ from runtime_py.language_model import Tail
 from runtime_py.manifest import Template
 
 DECODER = DecoderConfig("llama", 4, 4, 2, 8, 32, 64, 97, 2048, 10000.0, 1e-5, tied=True)
-ENCODER = EncoderConfig(2, 2, 32, 64, 97, 512, 2, 1e-12)
+LONGEST_TEXT = 512
 SENSITIVITIES = [0.99, 0.95, 0.9, 0.8]
 
 
@@ -27,7 +27,7 @@ def template(prefix: int = 30, around: int = 16) -> Template:
 
 def test_the_defaults_pass_and_are_those_of_the_contract() -> None:
     plan = BuildPlan()
-    plan.check(DECODER, ENCODER)
+    plan.check(DECODER, LONGEST_TEXT)
     assert (plan.block, plan.prompt, plan.tail, plan.query) == (256, 256, 512, 32)
     assert (plan.embed_length, plan.episodes, plan.model, plan.embedder) == (256, 4, "smollm2-135m", "minilm-l6")
 
@@ -59,7 +59,7 @@ def test_the_defaults_pass_and_are_those_of_the_contract() -> None:
 def test_refusals_name_the_flag_the_value_and_what_is_allowed(changes: dict[str, float], parts: list[str]) -> None:
     plan = dataclasses.replace(BuildPlan(), **changes)  # type: ignore[arg-type]
     with pytest.raises(UsageError) as caught:
-        plan.check(DECODER, ENCODER)
+        plan.check(DECODER, LONGEST_TEXT)
     assert all(part in str(caught.value) for part in parts), str(caught.value)
 
 
@@ -68,9 +68,9 @@ def test_the_limits_themselves_are_allowed() -> None:
         {"budget": MIN_BUDGET, "block": 32, "prompt": 32, "tail": 64, "query": 2, "episodes": 1, "embed_length": 16},
         {"budget": 1536, "query": 256, "episodes": 64, "embed_length": 512},
     ):
-        dataclasses.replace(BuildPlan(), **changes).check(DECODER, ENCODER)  # type: ignore[arg-type]
-    dataclasses.replace(BuildPlan(), alpha=0.0).check(DECODER, ENCODER)
-    dataclasses.replace(BuildPlan(), alpha=16.0).check(DECODER, ENCODER)
+        dataclasses.replace(BuildPlan(), **changes).check(DECODER, LONGEST_TEXT)  # type: ignore[arg-type]
+    dataclasses.replace(BuildPlan(), alpha=0.0).check(DECODER, LONGEST_TEXT)
+    dataclasses.replace(BuildPlan(), alpha=16.0).check(DECODER, LONGEST_TEXT)
 
 
 def fits(plan: BuildPlan, budget: int) -> bool:

@@ -13,9 +13,10 @@ import pytest
 from conftest import LlamaSaver
 from varied_texts import LOOK_ALIKES, varied_texts
 
+from exporter.checkpoints.encoder_folder import EncoderFolder
 from exporter.checkpoints.gguf_file import GGUFCheckpoint
 from exporter.checkpoints.gguf_tokenizer import tokenizer_json
-from exporter.checkpoints.hf_folder import EncoderFolder, HFCheckpoint
+from exporter.checkpoints.hf_folder import HFCheckpoint
 from exporter.template import HISTORY_HEADER, QUESTION_PREFIX, cut_template
 from runtime_py.errors import WorkError
 from runtime_py.tokenizer import TextTokenizer

@@ -346,8 +346,8 @@ def test_recall_reads_the_nearest_segments_first(small_bundle: Bundle, engine: R
         recalled = opening[marker:end]
         assert 0 < len(recalled) <= plan.tail // 4
         segments = make_segments(session.utterances())
-        vectors = [session._embedder.embed(s.text) for s in segments]
-        cosines = np.stack(vectors) @ session._embedder.embed(PROBES[0])
+        vectors = [session._embedder.embed_document(s.text) for s in segments]
+        cosines = np.stack(vectors) @ session._embedder.embed_query(PROBES[0])
         nearest = sorted(np.argsort(-cosines)[:2])
         encode, places = session._tokenizer.encode, []
         for index in nearest:

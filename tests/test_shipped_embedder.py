@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from exporter.checkpoints.hf_folder import EncoderFolder
+from exporter.checkpoints.encoder_folder import EncoderFolder
 from runtime_py.bundle import Bundle
 from runtime_py.embedder import Embedder
 from runtime_py.episodes.kmeans import fit_kmeans
@@ -35,7 +35,7 @@ PREDICATES = (
 @pytest.fixture(scope="module")
 def shipped(small_bundle: Bundle) -> Embedder:
     """The int8 ONNX embedder as a phone runs it."""
-    return Embedder(small_bundle.engine("onnx"), small_bundle.sentence_tokenizer())
+    return small_bundle.embedder(small_bundle.engine("onnx"))
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_fifty_sentences_are_near_sentence_transformers(shipped: Embedder, origi
     sentences = [f"{subject} {predicate}" for subject in SUBJECTS for predicate in PREDICATES]
     assert len(set(sentences)) == 50
     expected = original.encode(sentences, normalize_embeddings=True)
-    cosines = np.einsum("nd,nd->n", shipped.embed_all(sentences), expected)
+    cosines = np.einsum("nd,nd->n", shipped.embed_documents(sentences), expected)
     assert cosines.min() >= 0.98, cosines.min()
 
 
@@ -59,7 +59,7 @@ def test_the_samples_segments_and_questions_go_to_the_same_episodes(shipped: Emb
     loaded = load_history(Path(str(files("calibration").joinpath("sample_conversation.json"))))
     segments = [s.text for s in make_segments(loaded.history.utterances)]
     texts = segments + [q.text for q in loaded.questions]
-    found = shipped.embed_all(texts)
+    found = shipped.embed_documents(texts)
     expected = original.encode(texts, normalize_embeddings=True)
     centroids = Centroids.of(fit_kmeans(found[: len(segments)], 4).centroids)
     margins = []

@@ -13,7 +13,6 @@ import pytest
 from bundle_fixtures import RecordingEngine
 
 from runtime_py.bundle import Bundle
-from runtime_py.embedder import Embedder
 from runtime_py.episodes.cache import SealedCache
 from runtime_py.episodes.cache_files import read_cache, read_sealed
 from runtime_py.episodes.history import Utterance, clean_text
@@ -63,12 +62,12 @@ def session(small_bundle: Bundle, engine: RecordingEngine) -> Iterator[Session]:
 @pytest.fixture(scope="module")
 def questions(small_bundle: Bundle, engine: RecordingEngine) -> list[list[str]]:
     """Beginnings of the history's utterances by the episode to which they are routed, the fullest episode first."""
-    embedder = Embedder(engine, small_bundle.sentence_tokenizer())
+    embedder = small_bundle.embedder(engine)
     centroids = Centroids.of(map_tensors(small_bundle.path / "episodes" / "centroids.safetensors")[0]["centroids"])
     found: list[list[str]] = [[] for _ in centroids.normalised]
     for utterance in small_bundle.episodes_file().utterances:
         beginning = utterance.text[:60].rsplit(" ", 1)[0]
-        found[route(embedder.embed(beginning), centroids).episode].append(beginning)
+        found[route(embedder.embed_query(beginning), centroids).episode].append(beginning)
     assert sum(len(each) > 1 for each in found) >= 2, found
     return sorted(found, key=len, reverse=True)
 

@@ -154,7 +154,7 @@ def test_flush_gives_a_character_that_was_cut(bpe: TextTokenizer) -> None:
 def test_lone_surrogates_are_replaced(bpe: TextTokenizer, minilm_path: Path) -> None:
     assert bpe.encode("a\ud800b") == bpe.encode("a\ufffdb")
     assert bpe.encode("\ud83d\ude42") == bpe.encode("🙂")
-    sentences = SentenceTokenizer(minilm_path, 101, 102, 0, 16)
+    sentences = SentenceTokenizer(minilm_path, [101], [102], 0, 16)
     assert np.array_equal(sentences.encode("a \udfff b")[0], sentences.encode("a \ufffd b")[0])
 
 
@@ -199,14 +199,14 @@ def test_a_special_text_that_is_one_word_is_not_looked_up(tmp_path: Path) -> Non
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    sentences = SentenceTokenizer(tmp_path / "tokenizer.json", 1, 2, 3, 8)
+    sentences = SentenceTokenizer(tmp_path / "tokenizer.json", [1], [2], 3, 8)
     tokens, count = sentences.encode("hi [SEP] [CLS] [PAD] hi")
     assert tokens.tolist() == [[1, 4, 0, 0, 0, 4, 2, 3]] and count == 7
 
 
 @pytest.mark.parametrize("length", [8, 64, 256])
 def test_sentences_equal_hugging_face(minilm_path: Path, length: int) -> None:
-    ours = SentenceTokenizer(minilm_path, 101, 102, 0, length)
+    ours = SentenceTokenizer(minilm_path, [101], [102], 0, length)
     reference = Tokenizer.from_file(str(minilm_path))
     reference.enable_truncation(length)
     reference.enable_padding(length=length)
@@ -221,7 +221,7 @@ def test_sentences_equal_hugging_face(minilm_path: Path, length: int) -> None:
 
 
 def test_special_texts_in_sentences_are_letters(minilm_path: Path) -> None:
-    ours = SentenceTokenizer(minilm_path, 101, 102, 0, 64)
+    ours = SentenceTokenizer(minilm_path, [101], [102], 0, 64)
     reserved = {0, 101, 102, 103}
     rng = random.Random(7)
     for _ in range(200):
@@ -234,7 +234,7 @@ def test_special_texts_in_sentences_are_letters(minilm_path: Path) -> None:
 
 def test_a_length_without_room_is_refused(minilm_path: Path) -> None:
     with pytest.raises(UsageError, match="length is 2"):
-        SentenceTokenizer(minilm_path, 101, 102, 0, 2)
+        SentenceTokenizer(minilm_path, [101], [102], 0, 2)
 
 
 DAMAGED: list[Any] = ["", "{", "[]", "{}", '{"model": 3}', '{"model": {"type": "BPE", "vocab": 3}}', "[" * 100_000]
@@ -247,7 +247,7 @@ def test_damaged_files_are_bundle_errors(tmp_path: Path, content: str) -> None:
     with pytest.raises(BundleError, match=r"tokenizer\.json"):
         TextTokenizer(path)
     with pytest.raises(BundleError, match=r"missing\.json"):
-        SentenceTokenizer(tmp_path / "missing.json", 1, 2, 3, 8)
+        SentenceTokenizer(tmp_path / "missing.json", [1], [2], 3, 8)
 
 
 def test_broken_added_tokens_are_bundle_errors(tmp_path: Path, minilm_path: Path) -> None:
@@ -256,4 +256,4 @@ def test_broken_added_tokens_are_bundle_errors(tmp_path: Path, minilm_path: Path
         path = tmp_path / "tokenizer.json"
         path.write_text(json.dumps({**spec, "added_tokens": added}), encoding="utf-8")
         with pytest.raises(BundleError, match=r"tokenizer\.json"):
-            SentenceTokenizer(path, 101, 102, 0, 8)
+            SentenceTokenizer(path, [101], [102], 0, 8)

@@ -67,9 +67,7 @@ def save_decoder(folder: Path, seed: int = 0) -> Path:
     """A random llama of two layers with the tokenizer and the chat template of the default model."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    packaged = DECODERS["smollm2-135m"].packaged
-    assert packaged is not None
-    preset = packaged_path(packaged)
+    preset = packaged_path(DECODERS["smollm2-135m"].packaged)
     tokenizer: Any = AutoTokenizer.from_pretrained(preset.parent, gguf_file=preset.name, local_files_only=True)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)

@@ -21,7 +21,7 @@ def write_selftest(bundle: Bundle, target: str, reference: Engine, text_ids: Seq
     ``text_ids`` are tokens of a long text: what is read before the first eviction, one block more, and a prompt.
     """
     manifest = bundle.manifest
-    text, n_text = bundle.sentence_tokenizer().encode(QUESTION)
+    text, n_text = bundle.sentence_tokenizer().encode(manifest.embedder.query_prompt + QUESTION)
     end = manifest.plan.min_budget + manifest.plan.block
     inputs = {
         "tokens": np.array(text_ids[:end], np.int32),

@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from exporter.checkpoints.base import Checkpoint
-from exporter.checkpoints.hf_folder import EncoderFolder
+from exporter.checkpoints.encoder_folder import EncoderFolder
 from exporter.template import template_texts
-from runtime_py.errors import WorkError
 from runtime_py.manifest import EmbedderInfo
 from runtime_py.tokenizer import SentenceTokenizer, TextTokenizer
 
@@ -38,7 +35,7 @@ def write_tokenizers(checkpoint: Checkpoint, encoder: EncoderFolder, info: Embed
     (out / "embedder.json").write_text(encoder.tokenizer_json(), encoding="utf-8")
     (out / "template.json").write_text(_json(template_texts(checkpoint)), encoding="utf-8")
     text = TextTokenizer(out / "tokenizer.json", checkpoint.stop_ids())
-    sentences = SentenceTokenizer(out / "embedder.json", info.cls_id, info.sep_id, info.pad_id, info.length)
+    sentences = SentenceTokenizer(out / "embedder.json", info.prefix_ids, info.suffix_ids, info.pad_id, info.length)
     vectors: dict[str, list[dict[str, object]]] = {"text": [], "embedder": []}
     for golden in GOLDEN_TEXTS:
         vectors["text"].append({"text": golden, "ids": text.encode(golden)})
@@ -48,13 +45,18 @@ def write_tokenizers(checkpoint: Checkpoint, encoder: EncoderFolder, info: Embed
 
 
 def embedder_info(encoder: EncoderFolder, length: int) -> EmbedderInfo:
-    """Ids around a text, read from the tokenizer itself."""
-    tokenizer = Tokenizer.from_str(encoder.tokenizer_json())
-    ids = [tokenizer.token_to_id(token) for token in ("[CLS]", "[SEP]", "[PAD]")]
-    known = [int(i) for i in ids if i is not None]
-    if len(known) < len(ids):
-        raise WorkError(f"The tokenizer of {encoder.model} has no [CLS], [SEP] and [PAD]; a BERT tokenizer is needed.")
-    return EmbedderInfo(encoder.model, encoder.config.hidden, length, known[0], known[1], known[2])
+    """What a runtime must know to use the encoder as its makers do."""
+    around, prompts = encoder.around_text(), encoder.prompts
+    return EmbedderInfo(
+        encoder.model,
+        encoder.dimension,
+        length,
+        around.prefix,
+        around.suffix,
+        around.pad_id,
+        prompts.query,
+        prompts.document,
+    )
 
 
 def _json(value: object) -> str:

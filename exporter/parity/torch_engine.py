@@ -14,7 +14,7 @@ from exporter.graphs.build import build_graphs
 from exporter.graphs.prefill import PrefillGraph
 from exporter.graphs.signatures import flatten, nest, signatures
 from exporter.models.decoder import Decoder
-from exporter.models.encoder import Encoder
+from exporter.models.decoder_encoder import SentenceEncoder
 from runtime_py.engines.base import Array
 from runtime_py.manifest import EmbedderInfo, GraphPlan, GraphSignature, ModelShape
 
@@ -28,7 +28,9 @@ class TorchEngine:
         self._modules, self._signatures = modules, graph_signatures
 
     @staticmethod
-    def create(decoder: Decoder, encoder: Encoder, shape: ModelShape, plan: GraphPlan, embedder: EmbedderInfo) -> TorchEngine:
+    def create(
+        decoder: Decoder, encoder: SentenceEncoder, shape: ModelShape, plan: GraphPlan, embedder: EmbedderInfo
+    ) -> TorchEngine:
         """An engine over these models as they are: the caller has quantised them where a target does."""
         return TorchEngine(build_graphs(decoder, encoder, plan), signatures(shape, plan, embedder))
 

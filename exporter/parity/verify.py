@@ -11,16 +11,16 @@ import numpy as np
 import torch
 
 from exporter.checkpoints.base import Checkpoint
-from exporter.checkpoints.hf_folder import EncoderFolder
+from exporter.checkpoints.encoder_folder import EncoderFolder
 from exporter.checkpoints.locating import ModelRequest, locate_decoder
 from exporter.checkpoints.opening import open_decoder
 from exporter.checkpoints.random_weights import FORMAT as RANDOM
 from exporter.graphs.signatures import signatures
 from exporter.manifest_parts import memory_figures, model_shape
 from exporter.models.decoder import Decoder, load_decoder
+from exporter.models.decoder_encoder import SentenceEncoder
 from exporter.models.dense import dense_logits
-from exporter.models.embedders import ENCODERS, open_encoder
-from exporter.models.encoder import Encoder, load_encoder
+from exporter.models.embedders import ENCODERS, load_sentence_encoder, open_encoder
 from exporter.models.registry import DECODERS, preset_of
 from exporter.parity.checks import Check
 from exporter.parity.episodes import centroid_check, episode_checks
@@ -45,7 +45,7 @@ class Models:
 
     checkpoint: Checkpoint
     decoder: Decoder
-    encoder: Encoder
+    encoder: SentenceEncoder
 
     def engine(self, manifest: Manifest, target: str | None = None) -> TorchEngine:
         """PyTorch over these models, with weights as ``target`` (by default the bundle's first) stores them."""
@@ -68,11 +68,11 @@ def load_models(manifest: Manifest, model: str | None = None, embedder: str | No
     Raises ``WorkError`` when a checkpoint cannot be found or is not the one the bundle was made of.
     """
     checkpoint = open_decoder(locate_decoder(_request(manifest.source, model)))
-    folder = open_encoder(embedder or _encoder(manifest.embedder_source.model))
+    folder = open_encoder(embedder or _encoder(manifest.embedder_source.model), offline=True)
     _check_digest(checkpoint, manifest.source.weights_sha256)
     _check_digest(folder, manifest.embedder_source.weights_sha256)
     config = dataclasses.replace(checkpoint.config, n_layers=manifest.shape.n_layers)
-    return Models(checkpoint, load_decoder(config, checkpoint.tensor), load_encoder(folder.config, folder.tensor))
+    return Models(checkpoint, load_decoder(config, checkpoint.tensor), load_sentence_encoder(folder))
 
 
 def _request(source: Source, model: str | None) -> ModelRequest:
@@ -89,9 +89,8 @@ def _request(source: Source, model: str | None) -> ModelRequest:
 
 
 def _encoder(model: str) -> str:
-    for name, preset in ENCODERS.items():
-        if preset.repo_id == model:
-            return name
+    if "/" in model or any(preset.repo_id == model for preset in ENCODERS.values()):
+        return model
     raise WorkError(f"The bundle was made of {model!r}, which is no preset. Say where it is with --embedder FOLDER.")
 
 

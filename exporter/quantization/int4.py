@@ -18,7 +18,7 @@ from torchao.quantization.quant_api import (
 )
 
 from exporter.models.decoder import Decoder
-from exporter.models.encoder import Encoder
+from exporter.models.decoder_encoder import SentenceEncoder
 from runtime_py.errors import WorkError
 
 GROUP = 32
@@ -77,7 +77,7 @@ def unpacked(model: M) -> M:
     return model
 
 
-def quantize_encoder_(encoder: Encoder) -> Encoder:
+def quantize_encoder_(encoder: SentenceEncoder) -> SentenceEncoder:
     """Every linear layer and the token table to 8 bits, in place."""
     _quantize_tables(encoder)
     quantize_(encoder, _eight_bits())

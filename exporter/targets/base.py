@@ -11,7 +11,7 @@ from runtime_py.manifest import GraphPlan, GraphSignature, Target
 
 if TYPE_CHECKING:  # the list of targets is read without PyTorch
     from exporter.models.decoder import Decoder
-    from exporter.models.encoder import Encoder
+    from exporter.models.decoder_encoder import SentenceEncoder
 
 Progress = Callable[[str], None]
 
@@ -21,7 +21,7 @@ class GraphSource:
     """What the graphs of one bundle are made of: float32 models, the plan, signatures and weight storage by graph."""
 
     decoder: Decoder
-    encoder: Encoder
+    encoder: SentenceEncoder
     plan: GraphPlan
     signatures: dict[str, GraphSignature]
     weights: dict[str, str]
@@ -32,7 +32,7 @@ class TargetLowering(Protocol):
 
     name: str
 
-    def quantized(self, decoder: Decoder, encoder: Encoder, weights: dict[str, str]) -> tuple[Decoder, Encoder]:
+    def quantized(self, decoder: Decoder, encoder: SentenceEncoder, weights: dict[str, str]) -> tuple[Decoder, SentenceEncoder]:
         """The models with their weights as this target stores them: what its graphs are compared with.
 
         The models given are not changed; a model that is stored in float32 is returned as it is.

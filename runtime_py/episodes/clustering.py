@@ -38,7 +38,7 @@ def cluster_store(
     Returns the segments and the episode of each. Fewer different segments than episodes give fewer episodes.
     """
     segments = make_segments(store.utterances())
-    vectors = embedder.embed_all([s.text for s in segments], progress)
+    vectors = embedder.embed_documents([s.text for s in segments], progress)
     fitted = fit_kmeans(vectors, plan.episodes)
     chosen = medoids(vectors, fitted.labels, fitted.centroids, plan.medoids)
     shared = store.shared() if keep_shared else None

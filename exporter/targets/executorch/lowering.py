@@ -17,7 +17,7 @@ from torch import nn
 from exporter.graphs.build import build_graphs
 from exporter.graphs.signatures import example_inputs
 from exporter.models.decoder import Decoder
-from exporter.models.encoder import Encoder
+from exporter.models.decoder_encoder import SentenceEncoder
 from exporter.quantization.int4 import quantize_decoder_, quantize_encoder_, unpacked
 from exporter.targets.base import GraphSource, Progress
 from exporter.targets.executorch.fast_lowering import lower_to_edge
@@ -37,7 +37,7 @@ class ExecutorchLowering:
 
     name = "executorch"
 
-    def quantized(self, decoder: Decoder, encoder: Encoder, weights: dict[str, str]) -> tuple[Decoder, Encoder]:
+    def quantized(self, decoder: Decoder, encoder: SentenceEncoder, weights: dict[str, str]) -> tuple[Decoder, SentenceEncoder]:
         """See ``TargetLowering.quantized``."""
         quantized = _quantized(decoder, encoder, weights)
         return unpacked(quantized[0]), unpacked(quantized[1])
@@ -51,7 +51,7 @@ class ExecutorchLowering:
         out = folder / self.name
         out.mkdir(parents=True)
         decoder, encoder = _quantized(source.decoder, source.encoder, source.weights)
-        modules = build_graphs(rewritten(decoder), encoder, source.plan, XNNPACK_OPS)
+        modules = build_graphs(rewritten(decoder), rewritten(encoder), source.plan, XNNPACK_OPS)
         details: dict[str, Any] = {}
         for file, methods in _PROGRAMS.items():
             graphs = {method: modules[graph] for graph, method in methods.items()}
@@ -64,7 +64,7 @@ class ExecutorchLowering:
         )
 
 
-def _quantized(decoder: Decoder, encoder: Encoder, weights: dict[str, str]) -> tuple[Decoder, Encoder]:
+def _quantized(decoder: Decoder, encoder: SentenceEncoder, weights: dict[str, str]) -> tuple[Decoder, SentenceEncoder]:
     """Copies in the form that ExecuTorch recognises; a model that stays in float32 is returned as it is."""
     return (
         quantize_decoder_(copy.deepcopy(decoder)) if weights["prefill"] == "int4" else decoder,

@@ -11,7 +11,7 @@ import onnxruntime
 
 from exporter.graphs.build import build_graphs
 from exporter.models.decoder import Decoder
-from exporter.models.encoder import Encoder
+from exporter.models.decoder_encoder import SentenceEncoder
 from exporter.quantization.int8 import fake_quantize_
 from exporter.targets.base import GraphSource, Progress
 from exporter.targets.onnx.export import export_graph
@@ -25,7 +25,7 @@ class OnnxLowering:
 
     name = "onnx"
 
-    def quantized(self, decoder: Decoder, encoder: Encoder, weights: dict[str, str]) -> tuple[Decoder, Encoder]:
+    def quantized(self, decoder: Decoder, encoder: SentenceEncoder, weights: dict[str, str]) -> tuple[Decoder, SentenceEncoder]:
         """See ``TargetLowering.quantized``."""
         return (
             fake_quantize_(copy.deepcopy(decoder)) if weights["prefill"] == "int8" else decoder,

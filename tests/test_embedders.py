@@ -1,0 +1,231 @@
+"""Other sentence encoders than the default: pooling, prompts and tokenizers as sentence-transformers itself has them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from test_shipped_embedder import PREDICATES, SUBJECTS
+from tiny_models import Run, Tiny, save_sessions
+
+from exporter.checkpoints.encoder_folder import EncoderFolder
+from exporter.checkpoints.tiny_folder import write_tiny_checkpoint
+from exporter.graphs.embed import embed_graph
+from exporter.models.embedders import ENCODERS, load_sentence_encoder, open_encoder
+from exporter.quantization.int8 import fake_quantize_
+from runtime_py.bundle import Bundle
+from runtime_py.episodes.coverage import UNKNOWN_SCRIPT, unknown_share
+from runtime_py.errors import UsageError, WorkError
+from runtime_py.tokenizer import SentenceTokenizer
+
+pytest_plugins = ["tiny_fixtures"]
+
+LENGTH = 96
+SENTENCES = [f"{subject} {predicate}" for subject in SUBJECTS for predicate in PREDICATES]
+F32 = NDArray[np.float32]
+
+
+def json_file(path: Path, value: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value), encoding="utf-8")
+
+
+def cls_copy(minilm: EncoderFolder, folder: Path) -> Path:
+    """MiniLM's real weights, pooled at their first token, with prompts."""
+    shutil.copytree(minilm.folder, folder)
+    json_file(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": 384, "pooling_mode_cls_token": True})
+    prompts = {"query": "Represent this sentence for searching relevant passages: ", "document": ""}
+    json_file(folder / "config_sentence_transformers.json", {"prompts": prompts, "default_prompt_name": None})
+    return folder
+
+
+def unigram_bert(folder: Path) -> Path:
+    """A random BERT with a SentencePiece-like vocabulary and <s> text </s>, as the multilingual E5 models have."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.models import Pooling, Transformer
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    special = ["<s>", "<pad>", "</s>", "<unk>"]
+    trainer = trainers.UnigramTrainer(vocab_size=600, special_tokens=special, unk_token="<unk>", show_progress=False)
+    tokenizer.train_from_iterator([*SENTENCES, "query: passage: 안녕하세요 반가워요 내일 만나요"] * 3, trainer)
+    ids = [(token, tokenizer.token_to_id(token)) for token in ("<s>", "</s>")]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ids)
+    parts = folder.with_name("parts")
+    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>", "cls_token": "<s>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, sep_token="</s>", **names).save_pretrained(parts)
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    vocabulary = tokenizer.get_vocab_size()
+    BertModel(BertConfig(vocab_size=vocabulary, initializer_range=0.5, pad_token_id=1, **sizes)).save_pretrained(parts)
+    body = Transformer(str(parts))
+    model = SentenceTransformer(modules=[body, Pooling(64, pooling_mode="mean")], device="cpu")
+    model.prompts = {"query": "query: ", "passage": "passage: "}
+    model.save(str(folder))
+    return folder
+
+
+def decoder_embedder(folder: Path) -> Path:
+    """A random Qwen 3 that pools its last token, stored without the "model." in front, as Qwen3 Embedding is."""
+    from tokenizers import Tokenizer, processors
+    from transformers import AutoModel
+
+    parts = write_tiny_checkpoint("qwen3", folder.with_name("qwen3"), initializer_range=0.15)
+    AutoModel.from_pretrained(parts, dtype=torch.float32).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(parts / name, folder / name)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    end = tokenizer.token_to_id("<|im_end|>")
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A <|im_end|>", special_tokens=[("<|im_end|>", end)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    kinds = ["Transformer", "Pooling", "Normalize"]
+    paths = ["", "1_Pooling", "2_Normalize"]
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (kind, path) in enumerate(zip(kinds, paths, strict=True))
+    ]
+    json_file(folder / "modules.json", modules)
+    json_file(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": 64, "pooling_mode_lasttoken": True})
+    prompts = {"query": "Instruct: Find the passage that answers\nQuery:", "document": ""}
+    json_file(folder / "config_sentence_transformers.json", {"prompts": prompts, "default_prompt_name": None})
+    return folder
+
+
+@pytest.fixture(scope="module", params=["cls", "unigram", "decoder"])
+def folder(request: pytest.FixtureRequest, minilm: EncoderFolder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    out = tmp_path_factory.mktemp(request.param) / "embedder"
+    made: dict[str, Callable[[], Path]] = {
+        "cls": lambda: cls_copy(minilm, out),
+        "unigram": lambda: unigram_bert(out),
+        "decoder": lambda: decoder_embedder(out),
+    }
+    return made[request.param]()
+
+
+def expected_vectors(folder: Path, texts: Sequence[str], prompt: str) -> F32:
+    """From sentence-transformers itself."""
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": torch.float32})
+    model.max_seq_length = LENGTH
+    vectors: F32 = model.encode(list(texts), prompt_name=prompt, normalize_embeddings=True)
+    return vectors
+
+
+def test_vectors_are_those_of_sentence_transformers_prompts_included(folder: Path) -> None:
+    found = open_encoder(str(folder))
+    around = found.around_text()
+    tokenizer = SentenceTokenizer(folder / "tokenizer.json", around.prefix, around.suffix, around.pad_id, LENGTH)
+    encoder = load_sentence_encoder(found)
+    exact = embed_graph(encoder, LENGTH)
+    coarse = embed_graph(fake_quantize_(load_sentence_encoder(found)), LENGTH)
+    saved = json.loads((folder / "config_sentence_transformers.json").read_text(encoding="utf-8"))["prompts"]
+    second = "passage" if "passage" in saved else "document"
+    assert found.prompts.query == saved["query"] != "" and found.prompts.document == saved[second]
+    for prompt, name in ((found.prompts.query, "query"), (found.prompts.document, second)):
+        expected = expected_vectors(folder, SENTENCES, name)
+        for sentence, theirs in zip(SENTENCES, expected, strict=True):
+            ids, count = tokenizer.encode(prompt + sentence)
+            inputs = (torch.from_numpy(ids), torch.tensor([count], dtype=torch.int32))
+            with torch.no_grad():
+                assert float(exact(*inputs).numpy() @ theirs) > 0.9999, sentence
+                assert float(coarse(*inputs).numpy() @ theirs) > 0.98, sentence
+
+
+@pytest.mark.parametrize("target", ["onnx", "executorch"])
+def test_a_bundle_embeds_questions_and_segments_as_its_encoder_s_makers_do(
+    tmp_path: Path, run: Run, tiny: Tiny, folder: Path, target: str
+) -> None:
+    out = tmp_path / "out"
+    ran = run(*tiny.build(out, embedder=folder, targets=target, **{"embed-length": LENGTH}))
+    assert ran.code == 0, ran.err
+    bundle = Bundle.open(out)
+    embedder = bundle.embedder(bundle.engine(target))
+    second = "document" if bundle.manifest.embedder.document_prompt == "" else "passage"
+    for embed, name in ((embedder.embed_query, "query"), (embedder.embed_document, second)):
+        expected = expected_vectors(folder, SENTENCES[:12], name)
+        cosines = [float(embed(text) @ theirs) for text, theirs in zip(SENTENCES, expected, strict=False)]
+        assert min(cosines) >= 0.98, cosines
+
+
+@pytest.mark.parametrize(
+    ("file", "value", "found"),
+    [
+        ("1_Pooling/config.json", {"pooling_mode_max_tokens": True}, r"the pooling is 'max'; .* 'mean' or 'cls'"),
+        ("1_Pooling/config.json", {"pooling_mode_lasttoken": True}, r"the pooling is 'lasttoken'; .* 'mean' or 'cls'"),
+        ("modules.json", [{"type": "sentence_transformers.models.Dense"}], "the module 'Dense' is not supported"),
+        ("modules.json", {"type": 3}, "modules.json cannot be read"),
+        ("config.json", {"model_type": "xlm-roberta"}, "The nearest preset is multilingual-e5-small"),
+        ("config.json", {"model_type": "mpnet"}, "The nearest preset is minilm-l12"),
+        ("config_sentence_transformers.json", {"prompts": {"query": 3}}, "prompts is no object of texts"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    minilm: EncoderFolder, tmp_path: Path, file: str, value: object, found: str
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(minilm.folder, folder)
+    json_file(folder / file, value)
+    with pytest.raises(WorkError, match=found) as caught:
+        open_encoder(str(folder))
+    assert str(folder) in str(caught.value)
+
+
+def test_presets_bring_the_prompts_that_their_folders_lack(minilm: EncoderFolder) -> None:
+    preset = ENCODERS["multilingual-e5-small"]
+    folder = EncoderFolder(minilm.folder, preset.repo_id, preset.licence, preset.prompts)
+    assert (folder.prompts.query, folder.prompts.document) == ("query: ", "passage: ")
+    assert minilm.prompts.query == minilm.prompts.document == ""
+    with pytest.raises(UsageError, match=r"Presets: minilm-l6, .*qwen3-embedding-0\.6b"):
+        open_encoder("minilm")
+
+
+KNOWN = (
+    "We rented a small boat, but the wind was too strong, so we had coffee at Marta's place and talked about the kiln.",
+    "Der Wind war zu stark, deshalb haben wir bei Marta Kaffee getrunken und über die Wohnungsbesichtigung gesprochen.",
+    "Le vent soufflait trop fort, alors nous avons bu un café chez Marta et parlé du four jusqu'à minuit.",
+)
+FOREIGN = (
+    "토요일에 호수에 가서 작은 배를 빌렸는데 바람이 너무 세서 마르타 집에서 커피를 마셨어요.",
+    "土曜日に湖へ行って小さなボートを借りましたが、風が強すぎたのでコーヒーを飲みました。",
+    "星期六我们去了湖边，租了一条小船，但是风太大了，所以我们改去玛尔塔家喝咖啡聊天。",
+    "ذهبنا يوم السبت إلى البحيرة واستأجرنا قاربا صغيرا لكن الريح كانت قوية جدا.",
+    "В субботу мы поехали на озеро и взяли напрокат маленькую лодку, но ветер был сильным.",
+    "शनिवार को हम झील पर गए और एक छोटी नाव किराए पर ली लेकिन हवा बहुत तेज थी।",
+)
+
+
+def test_a_script_the_encoder_hardly_knows_is_found(minilm: EncoderFolder, tmp_path: Path) -> None:
+    around = minilm.around_text()
+    english = SentenceTokenizer(minilm.folder / "tokenizer.json", around.prefix, around.suffix, around.pad_id, LENGTH)
+    assert max(unknown_share(english, [text]) for text in KNOWN) < 0.3
+    assert min(unknown_share(english, [text]) for text in FOREIGN) > UNKNOWN_SCRIPT
+    assert unknown_share(english, ["12:30 😀 ..."]) == 0.0
+
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    learnt = Tokenizer(models.BPE(unk_token="<unk>"))
+    learnt.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=3000, special_tokens=["<unk>"], show_progress=False)
+    learnt.train_from_iterator([*FOREIGN, *KNOWN] * 8, trainer)
+    learnt.save(str(tmp_path / "learnt.json"))
+    multilingual = SentenceTokenizer(tmp_path / "learnt.json", [], [], 0, LENGTH)
+    assert unknown_share(multilingual, FOREIGN) < UNKNOWN_SCRIPT
+
+
+def test_a_korean_history_is_warned_about_and_an_english_one_is_not(tmp_path: Path, run: Run, tiny: Tiny) -> None:
+    said = [{"speaker": ("Ada", "Ben")[i % 2], "text": f"{FOREIGN[0]} {i}"} for i in range(12)]
+    foreign = save_sessions(tmp_path / "korean.json", said)
+    ran = run(*tiny.build(tmp_path / "korean", history=foreign))
+    assert ran.code == 0 and "hardly knows this script" in ran.err and "--embedder multilingual-e5-small" in ran.err
+    assert "hardly knows" not in run(*tiny.build(tmp_path / "english")).err
