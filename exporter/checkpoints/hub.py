@@ -5,17 +5,15 @@
 
 from __future__ import annotations
 
-import errno
 import fnmatch
 import json
 import re
-import shutil
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from exporter.checkpoints.hub_download import download
+from exporter.checkpoints.hub_model import HubModel, gated, short
 from runtime_py.errors import UsageError, WorkError
 
 Note = Callable[[str], None]
@@ -40,23 +38,6 @@ _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _REVISION = re.compile(r"(?!.*\.\.)\w[\w./-]{0,199}", re.ASCII)
 _ANSWER_SECONDS = 3.0  # for the hub's first answer; what is not there is said within five
-_RESERVE = 1 << 28  # bytes left free behind a download
-
-
-@dataclass(frozen=True)
-class HubModel:
-    """A repository, and what someone must know to get it."""
-
-    repo_id: str
-    licence: str
-    gated: bool = False
-    shapes_known: bool = False  # then it can be tried without its weights
-    flag: str = "--checkpoint"  # which names files that someone has already
-
-    @property
-    def page(self) -> str:
-        """Where its licence is read and accepted."""
-        return f"https://huggingface.co/{self.repo_id}"
 
 
 @dataclass(frozen=True)
@@ -91,7 +72,13 @@ def find_snapshot(model: HubModel, revision: str | None, offline: bool, note: No
             note(f"the hub cannot be reached; using commit {cached.revision[:12]} from the cache")
             return cached
         raise WorkError(_not_here(model, wanted, cached, lacking, f"and the hub cannot be reached ({error})")) from None
-    folder = _download(model, commit, sizes, note)
+    folder = download(model, commit, sizes, note)
+    if lacking := missing_files(folder):
+        raise WorkError(f"{model.repo_id} at {commit[:12]} has no {', '.join(lacking)}. Take a repository with a whole model.")
+    if wanted != commit:  # so that the same name finds it without a network; the cache's layout is documented
+        name = folder.parents[1] / "refs" / wanted
+        name.parent.mkdir(parents=True, exist_ok=True)
+        name.write_text(commit, encoding="ascii")
     return Snapshot(folder, commit)
 
 
@@ -146,7 +133,7 @@ def _listed(model: HubModel, revision: str) -> tuple[str, dict[str, int]]:
     try:
         info = HfApi().model_info(model.repo_id, revision=revision, files_metadata=True, timeout=_ANSWER_SECONDS)
     except GatedRepoError:
-        raise WorkError(_gated(model)) from None
+        raise WorkError(gated(model)) from None
     except RepositoryNotFoundError:
         raise WorkError(
             f"The hub has no repository {model.repo_id!r} that this account may see. Check the name at {model.page}; for a "
@@ -157,9 +144,9 @@ def _listed(model: HubModel, revision: str) -> tuple[str, dict[str, int]]:
             f"{model.repo_id} has no revision {revision!r}. Its branches and commits: {model.page}/commits/main"
         ) from None
     except HfHubHTTPError as error:
-        raise WorkError(f"The hub refused to describe {model.repo_id} ({_short(error)}). Try again later.") from None
+        raise WorkError(f"The hub refused to describe {model.repo_id} ({short(error)}). Try again later.") from None
     except Exception as error:  # the transport's own kinds differ from version to version
-        raise ConnectionError(_short(error)) from None
+        raise ConnectionError(short(error)) from None
     found = {item.rfilename: int(item.size or 0) for item in info.siblings or []}
     sizes = {name: size for name, size in found.items() if any(fnmatch.fnmatchcase(name, p) for p in FILES)}
     if not any(name.endswith(".safetensors") for name in sizes):
@@ -167,64 +154,3 @@ def _listed(model: HubModel, revision: str) -> tuple[str, dict[str, int]]:
         why = f"; {pickles[0]} is a pickle, which can run code when read" if pickles else ""
         raise WorkError(f"{model.repo_id} has no model*.safetensors{why}. Take a repository with safetensors weights.")
     return str(info.sha), sizes
-
-
-def _download(model: HubModel, commit: str, sizes: dict[str, int], note: Note) -> Path:
-    """Fetch what is not in the cache yet, file by file; an interrupted file goes on where it ended."""
-    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
-
-    def is_here(name: str) -> bool:
-        return isinstance(try_to_load_from_cache(model.repo_id, name, revision=commit), str)
-
-    absent = {name: size for name, size in sorted(sizes.items(), key=lambda item: item[1]) if not is_here(name)}
-    _check_space(Path(constants.HF_HUB_CACHE), sum(absent.values()))
-    started, folder = time.monotonic(), Path()
-    for i, (name, size) in enumerate(absent.items(), start=1):
-        note(f"downloading {name}, {size / 1e6:,.1f} MB ({i} of {len(absent)}, {time.monotonic() - started:.0f} s)")
-        _fetch(model, name, commit)
-    for name in sizes:  # the last part of a name may lie in a folder of its own
-        path = Path(hf_hub_download(model.repo_id, name, revision=commit, local_files_only=True))
-        folder = path.parents[name.count("/")]
-    return folder
-
-
-def _fetch(model: HubModel, name: str, commit: str) -> None:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
-
-    try:
-        hf_hub_download(model.repo_id, name, revision=commit)
-    except GatedRepoError:
-        raise WorkError(_gated(model)) from None
-    except HfHubHTTPError as error:
-        raise WorkError(f"The hub refused {name} of {model.repo_id} ({_short(error)}). Run this again to go on.") from None
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise WorkError(f"The disk is full while {name} is downloaded. Make room and run this again to go on.") from None
-        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
-            raise WorkError(f"{error.filename or 'The cache'} cannot be written. Set HF_HOME to a folder that can.") from None
-        raise WorkError(f"The download of {name} broke off ({_short(error)}). Run this again to go on.") from None
-    except Exception as error:  # the transport's own kinds differ from version to version
-        raise WorkError(f"The download of {name} broke off ({_short(error)}). Run this again to go on.") from None
-
-
-def _gated(model: HubModel) -> str:
-    return (
-        f"{model.repo_id} is gated. Accept its licence ({model.licence}) at {model.page}, run `hf auth login` with a token of "
-        "that account (or set HF_TOKEN), then run this again. Files that you have already: {model.flag} PATH."
-    )
-
-
-def _check_space(cache: Path, wanted: int) -> None:
-    """Refuse a download that cannot fit before it begins."""
-    place = next(p for p in (cache, *cache.absolute().parents) if p.exists())
-    free = shutil.disk_usage(place).free
-    if wanted and wanted + _RESERVE > free:
-        raise WorkError(
-            f"The download needs {wanted / 1e9:,.1f} GB, and {place} has {free / 1e9:,.1f} GB free. Make room, or set HF_HOME "
-            "to a folder on a larger disk."
-        )
-
-
-def _short(error: Any) -> str:
-    return (str(error) or type(error).__name__).strip().splitlines()[0][:200]

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from exporter.checkpoints.hub import HubModel, find_snapshot
+from exporter.checkpoints.hub import find_snapshot
+from exporter.checkpoints.hub_model import HubModel
 from exporter.models.registry import DECODERS, packaged_path, preset_of
 from runtime_py.errors import UsageError, WorkError
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from exporter.checkpoints.encoder_folder import EncoderFolder, Prompts
-from exporter.checkpoints.hub import HubModel, find_snapshot
+from exporter.checkpoints.hub import find_snapshot
+from exporter.checkpoints.hub_model import HubModel
 from exporter.models.config import EncoderConfig
 from exporter.models.decoder_encoder import SentenceEncoder, load_decoder_encoder
 from exporter.models.encoder import load_encoder
