@@ -27,8 +27,9 @@ from exporter.graphs.signatures import signatures
 from exporter.manifest_parts import model_shape
 from exporter.models.config import DecoderConfig
 from exporter.models.decoder import Decoder, load_decoder
-from exporter.models.embedders import ENCODERS, load_sentence_encoder, open_encoder
+from exporter.models.embedders import load_sentence_encoder, open_encoder
 from exporter.models.encoder import Encoder
+from exporter.models.encoder_registry import ENCODERS
 from exporter.models.registry import DECODERS, packaged_path
 from exporter.parity.torch_engine import TorchEngine
 from runtime_py.errors import WorkError

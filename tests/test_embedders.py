@@ -17,7 +17,8 @@ from tiny_models import Run, Tiny, save_sessions
 from exporter.checkpoints.encoder_folder import EncoderFolder
 from exporter.checkpoints.tiny_folder import write_tiny_checkpoint
 from exporter.graphs.embed import embed_graph
-from exporter.models.embedders import ENCODERS, load_sentence_encoder, open_encoder
+from exporter.models.embedders import load_sentence_encoder, open_encoder
+from exporter.models.encoder_registry import ENCODERS
 from exporter.quantization.int8 import fake_quantize_
 from runtime_py.bundle import Bundle
 from runtime_py.episodes.coverage import UNKNOWN_SCRIPT, unknown_share

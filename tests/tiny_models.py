@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from exporter.models.embedders import ENCODERS
+from exporter.models.encoder_registry import ENCODERS
 from exporter.models.registry import DECODERS, packaged_path
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -16,20 +16,13 @@ from exporter.checkpoints.json_file import JsonObject
 from exporter.checkpoints.weight_folder import WeightFolder
 from exporter.models.architectures import ARCHITECTURES
 from exporter.models.config import DecoderConfig, EncoderConfig
+from exporter.models.encoder_registry import Prompts
 from runtime_py.errors import WorkError
 from runtime_py.manifest import Source
 
 # What to take instead of the kinds that people try most.
 _NEAREST = {"xlm-roberta": "multilingual-e5-small", "mpnet": "minilm-l12", "roberta": "minilm-l12", "distilbert": "minilm-l6"}
 _KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """What stands in front of a question and of a text that is searched; "" for nothing."""
-
-    query: str = ""
-    document: str = ""
 
 
 @dataclass(frozen=True)

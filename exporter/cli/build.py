@@ -9,6 +9,7 @@ from pathlib import Path
 from exporter.checkpoints.locating import WEIGHTS_SOURCES, locate_decoder
 from exporter.cli.options import count, print_checks, print_json, trial_notice
 from exporter.console import Stages, folder_bytes
+from exporter.models.encoder_registry import ENCODERS
 from exporter.models.registry import DECODERS, preset_of
 from exporter.plan import BuildPlan
 from exporter.targets import TARGETS, installed_targets
@@ -21,14 +22,16 @@ SAMPLE = "sample_conversation.json"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags and their defaults, which are those of ``BuildPlan``."""
     plan = BuildPlan()
-    presets = ", ".join(DECODERS)
+    presets, encoders = ", ".join(DECODERS), ", ".join(ENCODERS)
     parser.add_argument("--model", default=plan.model, help=f"preset ({presets}), org/name, .gguf file or folder")
     parser.add_argument("--checkpoint", type=Path, metavar="PATH", help="folder or .gguf file with the weights of --model")
     parser.add_argument("--revision", help="branch, tag or commit of the model on the Hugging Face hub")
     parser.add_argument("--offline", action="store_true", help="use the Hugging Face cache only")
     random = "random: real shapes without a checkpoint, for sizes and speed"
     parser.add_argument("--weights-source", default=plan.weights_source, choices=WEIGHTS_SOURCES, help=random)
-    parser.add_argument("--embedder", default=plan.embedder, help=f"preset or folder (default: {plan.embedder})")
+    parser.add_argument(
+        "--embedder", default=plan.embedder, help=f"preset ({encoders}), org/name or folder (default: {plan.embedder})"
+    )
     parser.add_argument("--budget", type=count, default=plan.budget, metavar="M", help="kept rows a layer, a multiple of 8")
     known = ", ".join(TARGETS)
     parser.add_argument("--targets", help=f"comma-separated, of {known} (default: all installed that can store the weights)")

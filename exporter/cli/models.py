@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from exporter.cli.options import print_json
+from exporter.models.encoder_registry import ENCODERS
 from exporter.models.registry import DECODERS, Preset
 from exporter.plan import BuildPlan
 from exporter.sizes import cache_bytes, phone_bytes, weight_bytes, weight_counts
@@ -24,9 +25,10 @@ def run(options: argparse.Namespace) -> int:
     """Print; returns 0."""
     shown = [describe(name, preset) for name, preset in DECODERS.items()]
     if options.json:
-        print_json({"models": shown})
+        print_json({"models": shown, "embedders": [_describe_embedder(name) for name in ENCODERS]})
     else:
         _print(shown)
+        _print_embedders()
     return 0
 
 
@@ -63,6 +65,23 @@ def describe(name: str, preset: Preset) -> dict[str, Any]:
     }
 
 
+def _describe_embedder(name: str) -> dict[str, Any]:
+    preset = ENCODERS[name]
+    return {
+        "name": name,
+        "repo_id": preset.repo_id,
+        "languages": preset.languages,
+        "licence": preset.licence,
+        "installed_by_pip": preset.packaged is not None,
+    }
+
+
+def _print_embedders() -> None:
+    print("\nSentence encoders for --embedder, with their languages:")
+    for name, preset in ENCODERS.items():
+        print(f"  {name:<24} {preset.languages:<10} {preset.licence}")
+
+
 def _print(shown: list[dict[str, Any]]) -> None:
     print(
         f"{'':<13} {'':>6} {'':>6}  {'weights in a bundle, MB':^24} {'phone, ' + _SHOWN + ', MB, at budget':^27} {'full KV':>8}"
@@ -81,6 +100,7 @@ def _print(shown: list[dict[str, Any]]) -> None:
             + f" {_mb(model['full_cache_bytes_at_30000']):>8}  {model['licence']}{', gated' if model['gated'] else ''}"
         )
     print("Phone memory: weights, one episode's sealed cache and the tail; -: more than the model was trained on.")
+    print("Full KV: the cache alone of a conversation of 30,000 tokens without a budget.")
     print("Build one:  python -m exporter build --model NAME --budget 4k")
 
 

@@ -20,7 +20,8 @@ from exporter.manifest_parts import memory_figures, model_shape
 from exporter.models.decoder import Decoder, load_decoder
 from exporter.models.decoder_encoder import SentenceEncoder
 from exporter.models.dense import dense_logits
-from exporter.models.embedders import ENCODERS, load_sentence_encoder, open_encoder
+from exporter.models.embedders import load_sentence_encoder, open_encoder
+from exporter.models.encoder_registry import ENCODERS
 from exporter.models.registry import DECODERS, preset_of
 from exporter.parity.checks import Check
 from exporter.parity.episodes import centroid_check, episode_checks
