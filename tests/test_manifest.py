@@ -67,16 +67,16 @@ def test_unknown_keys_are_ignored(content: Any, file: Path, small_bundle: Bundle
 
 
 def test_optional_fields_have_defaults(content: Any, file: Path) -> None:
-    for section, name in (("plan", "medoids"), ("embedder", "weights")):
+    for section, name in (("plan", "medoids"), ("embedder", "weights"), ("embedder", "query_prompt")):
         del content[section][name]
-    del content["quality"], content["targets"]["onnx"]["parity"], content["targets"]["onnx"]["checks"]
+    del content["trial"], content["quality"], content["targets"]["onnx"]["parity"], content["targets"]["onnx"]["checks"]
     manifest = read(file, content)
     assert (manifest.plan.medoids, manifest.embedder.weights, manifest.quality) == (2, "int8", {})
     assert manifest.targets["onnx"].parity == "not run"
 
 
 def test_every_missing_field_is_named(content: Any, file: Path) -> None:
-    optional = {"medoids", "weights", "parity", "checks", "quality"}
+    optional = {"medoids", "weights", "parity", "checks", "quality", "trial", "query_prompt", "document_prompt"}
     free = {"memory", "libraries", "quality", "checks", "targets"}
     named = 0
     for keys in places(content):
@@ -119,9 +119,9 @@ def test_numbers_that_are_not_finite_are_refused(content: Any, file: Path, keys:
 
 
 HOSTILE: list[tuple[Keys, Any, str]] = [
-    (("schema_version",), 2, "schema_version is 2; this runtime reads 1"),
+    (("schema_version",), 1, "schema_version is 1; this runtime reads 2"),
     (("schema_version",), "1", "schema_version is '1'"),
-    (("schema_version",), 1.0, "schema_version"),
+    (("schema_version",), 2.0, "schema_version"),
     (("shape", "n_kv_heads"), 2, "n_heads"),
     (("shape", "n_kv_heads"), 1 << 24, "n_heads"),
     (("shape", "context"), 0, "shape.context is 0; allowed are 1 to"),
@@ -144,6 +144,11 @@ HOSTILE: list[tuple[Keys, Any, str]] = [
     (("embedder", "length"), 1 << 40, "embedder.length"),
     (("embedder", "dimension"), 100, "signatures.embed: vector"),
     (("embedder", "pad_id"), -1, "embedder.pad_id"),
+    (("embedder", "prefix_ids"), [101, -1], r"embedder.prefix_ids\[1\] is -1"),
+    (("embedder", "suffix_ids"), [1 << 40], r"embedder.suffix_ids\[0\] is 1099511627776"),
+    (("embedder", "prefix_ids"), [1] * 64, "embedder.length is"),
+    (("embedder", "query_prompt"), 3, "embedder.query_prompt"),
+    (("trial",), "random", "trial: a list is expected"),
     (("routing", "threshold"), 1.5, "routing.threshold"),
     (("targets", "onnx", "graphs"), {}, "targets.onnx.graphs has no 'prefill'"),
     (("targets", "onnx", "graphs", "query"), "../../x", r"targets.onnx.graphs.query is '../../x'"),
@@ -182,7 +187,7 @@ def test_caches_without_bound_are_refused(content: Any, file: Path) -> None:
         b"[" * 100_000,
         b'{"schema_version": ' + b"[" * 400 + b"]" * 400 + b"}",
         b'{"schema_version": ' + b"9" * 5000 + b"}",
-        b'{"schema_version": 1, "name": ' + b'{"a":' * 900 + b"1" + b"}" * 900 + b"}",
+        b'{"schema_version": 2, "name": ' + b'{"a":' * 900 + b"1" + b"}" * 900 + b"}",
     ],
     ids=lambda data: repr(data[:24]),
 )

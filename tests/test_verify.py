@@ -111,7 +111,7 @@ def test_a_manifest_of_another_version_is_refused(tiny: Tiny, copy: Path, run: R
     edit_manifest(copy, lambda m: m.update(schema_version=99))
     ran = run("verify", copy, *tiny.models())
     assert ran.code == 1
-    assert "schema_version is 99; this runtime reads 1" in ran.err
+    assert "schema_version is 99; this runtime reads 2" in ran.err
 
 
 def test_an_unknown_checkpoint_is_to_be_named(copy: Path, run: Run, tiny: Tiny) -> None:
