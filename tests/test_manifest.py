@@ -146,7 +146,7 @@ HOSTILE: list[tuple[Keys, Any, str]] = [
     (("embedder", "pad_id"), -1, "embedder.pad_id"),
     (("embedder", "prefix_ids"), [101, -1], r"embedder.prefix_ids\[1\] is -1"),
     (("embedder", "suffix_ids"), [1 << 40], r"embedder.suffix_ids\[0\] is 1099511627776"),
-    (("embedder", "prefix_ids"), [1] * 64, "embedder.length is"),
+    (("embedder", "prefix_ids"), [1] * 600, "embedder.length is"),
     (("embedder", "query_prompt"), 3, "embedder.query_prompt"),
     (("trial",), "random", "trial: a list is expected"),
     (("routing", "threshold"), 1.5, "routing.threshold"),
