@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from tiny_models import Run, Tiny, names, save_decoder
@@ -105,6 +106,22 @@ def test_a_check_that_fails_is_told_and_sets_the_exit_code(tiny: Tiny, copy: Pat
     assert ran.code == 1
     assert line.split()[1:4] == ["bundle", "template", "pieces"]
     assert "FAIL" not in ran.err
+
+
+def test_a_junit_report_has_a_case_for_every_check(tiny: Tiny, tiny_bundle: Path, copy: Path, run: Run, tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    ran = run("verify", tiny_bundle, *tiny.models(), "--json", "--junit", report)
+    root = ElementTree.parse(report).getroot()
+    cases = [(suite.get("name"), case.get("name")) for suite in root for case in suite]
+    assert ran.code == 0 and cases == [(c["target"], f"{c['graph']} {c['name']}") for c in ran.json["checks"]]
+    assert not root.findall(".//failure") and {suite.get("failures") for suite in root} == {"0"}
+
+    (copy / "layer_budgets.json").write_text("{}", encoding="utf-8")
+    assert run("verify", copy, *tiny.models(), "--junit", report).code == 1
+    failure = ElementTree.parse(report).getroot().find(".//failure")
+    assert failure is not None and "layer_budgets.json has changed" in (failure.text or "")
+    assert names(tmp_path) >= {"report.xml"} and not [name for name in names(tmp_path) if name.endswith(".part")]
+    assert run("verify", copy, "--junit", tmp_path / "none" / "report.xml").code == 2
 
 
 def test_a_manifest_of_another_version_is_refused(tiny: Tiny, copy: Path, run: Run) -> None:

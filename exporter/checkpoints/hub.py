@@ -82,6 +82,12 @@ def find_snapshot(model: HubModel, revision: str | None, offline: bool, note: No
     return Snapshot(folder, commit)
 
 
+def cached_snapshot(model: HubModel, revision: str = "main") -> Snapshot | None:
+    """The complete copy in the cache, without asking the hub, or None."""
+    found, lacking = _cached(model, revision)
+    return None if lacking else found
+
+
 def _cached(model: HubModel, revision: str) -> tuple[Snapshot | None, list[str]]:
     """The copy in the cache, if there is one, and the files that it lacks."""
     from huggingface_hub import snapshot_download

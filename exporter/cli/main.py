@@ -18,6 +18,7 @@ from runtime_py.errors import EpiCacheError, UsageError, WorkError
 # name -> what --help says; each is a module of this package with ``add_arguments`` and ``run``
 COMMANDS = {
     "build": "build a bundle from a model, an embedder and a history, and verify it",
+    "doctor": "say whether this machine is ready to export, and what to do where it is not",
     "models": "list the presets, with file sizes and phone memory",
     "verify": "check a bundle's files and compare every graph with PyTorch",
     "episodes": "read a history into a store, bring a store up to date, forget or wipe",

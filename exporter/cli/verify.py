@@ -8,10 +8,11 @@ from pathlib import Path
 from exporter.cli.options import add_bundle, add_checkpoints, print_checks, print_json, trial_notice
 from exporter.console import Stages
 from exporter.parity.checks import Check
+from exporter.parity.junit import write_junit
 from exporter.parity.verify import integrity_checks, load_models, verify_bundle
 from runtime_py.bundle import Bundle
 from runtime_py.engines import ENGINES
-from runtime_py.errors import BundleError
+from runtime_py.errors import BundleError, UsageError
 from runtime_py.integrity import check_sums
 from runtime_py.selftest import selftest
 
@@ -21,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_bundle(parser)
     add_checkpoints(parser)
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="write the checks as a JUnit report too")
     parser.add_argument("--selftest", action="store_true", help="only replay the self-test vectors; needs no checkpoint")
     parser.add_argument("--engine", choices=tuple(ENGINES), help="with --selftest: one engine (default: each target's)")
 
@@ -28,8 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print every check; returns 1 when one does not hold."""
     stages = Stages()
+    if options.junit is not None and not options.junit.absolute().parent.is_dir():
+        raise UsageError(f"--junit {options.junit}: the folder {options.junit.parent} does not exist. Create it first.")
     checks = _selftest(options, stages) if options.selftest else _checks(options, stages)
     passed = all(c.passed for c in checks)
+    if options.junit is not None:
+        write_junit(options.junit, checks, options.bundle.resolve().name)
     trial = Bundle.open(options.bundle, check=False).manifest.trial if passed else []
     if trial:
         stages.line(trial_notice(trial))
