@@ -355,5 +355,6 @@ def test_unknown_names_list_the_presets(name: str, near: bool) -> None:
         locate_decoder(ModelRequest(name))
     assert repr(name) in str(caught.value)
     assert ("Did you mean 'smollm2-135m'?" in str(caught.value)) == near
-    with pytest.raises(UsageError, match=r"Presets: minilm-l6\."):
-        open_encoder(name)
+    if "/" not in name:  # else it may be a repository
+        with pytest.raises(UsageError, match=r"Presets: minilm-l6, "):
+            open_encoder(name)
