@@ -61,7 +61,7 @@ def fill_store(
     share = unknown_share(tools.embedder.tokenizer, (utterance.text for utterance in store.utterances()))
     if share > UNKNOWN_SCRIPT:
         notes(
-            f"WARNING: the sentence encoder hardly knows this script: {share:.0%} of the tokens are unknown or single letters. "
+            f"WARNING: the sentence encoder hardly knows this script: {share:.0%} of the letters fall apart in its vocabulary. "
             "Episodes and routing will be poor; build with --embedder multilingual-e5-small"
         )
     reader = EpisodeReader(tools.model, store, stream, progress=progress, checkpoint=checkpoint)

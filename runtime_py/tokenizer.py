@@ -108,20 +108,29 @@ class SentenceTokenizer:
         spec, _ = _load(path)
         special = _special_ids(spec) | {*prefix_ids, *suffix_ids, pad_id}
         self._tokenizer = _build(path, _without_special(spec, special))
+        self._unknown = _unknown_id(spec["model"])
+        # Whether a piece is a run of bytes rather than of characters.
+        self.of_bytes = '"ByteLevel"' in json.dumps(spec.get("pre_tokenizer"))
         self._prefix, self._suffix, self._pad_id, self._length = list(prefix_ids), list(suffix_ids), pad_id, length
 
     def encode(self, text: str) -> tuple[I32, int]:
         """Ids ``int32 [1, length]`` and the number of tokens before the padding; a long text loses its end."""
         room = self._length - len(self._prefix) - len(self._suffix)
-        row = [*self._prefix, *self.pieces(text)[0][:room], *self._suffix]
+        ids = self._tokenizer.encode(_valid(text), add_special_tokens=False).ids[:room]
+        row = [*self._prefix, *ids, *self._suffix]
         tokens = np.full((1, self._length), self._pad_id, np.int32)
         tokens[0, : len(row)] = row
         return tokens, len(row)
 
-    def pieces(self, text: str) -> tuple[list[int], list[str]]:
-        """Ids of ``text`` and the vocabulary entries they stand for, with nothing around them."""
-        found = self._tokenizer.encode(_valid(text), add_special_tokens=False)
-        return list(found.ids), list(found.tokens)
+    def pieces(self, text: str) -> list[tuple[int, int, bool]]:
+        """Where each piece of a valid ``text`` begins and ends, in characters, and whether the vocabulary knows it.
+
+        A character that is split lies in several pieces.
+        """
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        whole = zip(found.ids, found.tokens, found.offsets, strict=True)
+        # A mark put in front of the text claims the first character, which it does not hold.
+        return [(start, end, i != self._unknown) for i, piece, (start, end) in whole if piece != "▁"]
 
 
 def _load(path: Path) -> tuple[dict[str, Any], Tokenizer]:
@@ -146,6 +155,13 @@ def _build(path: Path, spec: dict[str, Any]) -> Tokenizer:
 
 def _special_ids(spec: dict[str, Any]) -> frozenset[int]:
     return frozenset(token["id"] for token in spec.get("added_tokens") or [] if token.get("special"))
+
+
+def _unknown_id(model: dict[str, Any]) -> int | None:
+    """Told by number in a vocabulary with scores, by its text in the others."""
+    vocabulary = model.get("vocab")
+    found = vocabulary.get(model.get("unk_token")) if isinstance(vocabulary, dict) else model.get("unk_id")
+    return found if isinstance(found, int) else None
 
 
 def _without_special(spec: dict[str, Any], special: Collection[int]) -> dict[str, Any]:

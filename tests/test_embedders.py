@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from script_samples import FOREIGN, KNOWN
 from test_shipped_embedder import PREDICATES, SUBJECTS
 from tiny_models import Run, Tiny, save_sessions
 
@@ -21,7 +23,7 @@ from exporter.models.embedders import load_sentence_encoder, open_encoder
 from exporter.models.encoder_registry import ENCODERS
 from exporter.quantization.int8 import fake_quantize_
 from runtime_py.bundle import Bundle
-from runtime_py.episodes.coverage import UNKNOWN_SCRIPT, unknown_share
+from runtime_py.episodes.coverage import unknown_share
 from runtime_py.errors import UsageError, WorkError
 from runtime_py.tokenizer import SentenceTokenizer
 
@@ -191,37 +193,58 @@ def test_presets_bring_the_prompts_that_their_folders_lack(minilm: EncoderFolder
         open_encoder("minilm")
 
 
-KNOWN = (
-    "We rented a small boat, but the wind was too strong, so we had coffee at Marta's place and talked about the kiln.",
-    "Der Wind war zu stark, deshalb haben wir bei Marta Kaffee getrunken und über die Wohnungsbesichtigung gesprochen.",
-    "Le vent soufflait trop fort, alors nous avons bu un café chez Marta et parlé du four jusqu'à minuit.",
-)
-FOREIGN = (
-    "토요일에 호수에 가서 작은 배를 빌렸는데 바람이 너무 세서 마르타 집에서 커피를 마셨어요.",
-    "土曜日に湖へ行って小さなボートを借りましたが、風が強すぎたのでコーヒーを飲みました。",
-    "星期六我们去了湖边，租了一条小船，但是风太大了，所以我们改去玛尔塔家喝咖啡聊天。",
-    "ذهبنا يوم السبت إلى البحيرة واستأجرنا قاربا صغيرا لكن الريح كانت قوية جدا.",
-    "В субботу мы поехали на озеро и взяли напрокат маленькую лодку, но ветер был сильным.",
-    "शनिवार को हम झील पर गए और एक छोटी नाव किराए पर ली लेकिन हवा बहुत तेज थी।",
-)
+def unigram(folder: Path, pieces: Sequence[str]) -> SentenceTokenizer:
+    """A SentencePiece-like vocabulary of just these pieces, the single letters of English besides."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    known = sorted({*pieces, "▁", *"abcdefghijklmnopqrstuvwxyz"})
+    tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), *((piece, -float(i)) for i, piece in enumerate(known))], unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.add_special_tokens(["<unk>"])
+    tokenizer.save(str(folder / "unigram.json"))
+    return SentenceTokenizer(folder / "unigram.json", [], [], 0, LENGTH)
 
 
-def test_a_script_the_encoder_hardly_knows_is_found(minilm: EncoderFolder, tmp_path: Path) -> None:
+def test_a_script_the_encoder_hardly_knows_is_found(minilm: EncoderFolder) -> None:
     around = minilm.around_text()
     english = SentenceTokenizer(minilm.folder / "tokenizer.json", around.prefix, around.suffix, around.pad_id, LENGTH)
-    assert max(unknown_share(english, [text]) for text in KNOWN) < 0.3
-    assert min(unknown_share(english, [text]) for text in FOREIGN) > UNKNOWN_SCRIPT
-    assert unknown_share(english, ["12:30 😀 ..."]) == 0.0
+    assert max(unknown_share(english, [text]) for text in KNOWN) < 0.2
+    assert min(unknown_share(english, [text]) for text in FOREIGN) > 0.7
+    assert unknown_share(english, ["12:30 😀 ...", ""]) == 0.0
+    half = unknown_share(english, [KNOWN[0], FOREIGN[0]])
+    assert unknown_share(english, KNOWN[:1]) < half < unknown_share(english, FOREIGN[:1])
+    decomposed = unicodedata.normalize("NFD", FOREIGN[0])
+    assert unknown_share(english, [decomposed]) == unknown_share(english, [FOREIGN[0]])
 
+
+def test_what_a_vocabulary_with_scores_does_not_know_is_found(tmp_path: Path) -> None:
+    """There the piece of an unknown text is that text itself."""
+    tokenizer = unigram(tmp_path, ["▁rented", "▁boat"])
+    assert unknown_share(tokenizer, ["rented boat"]) == 0.0
+    assert {unknown_share(tokenizer, [text]) for text in FOREIGN} == {1.0}
+
+
+def test_syllables_and_ideographs_may_stand_alone_and_letters_may_not(tmp_path: Path) -> None:
+    """Multilingual vocabularies read much of Korean syllable by syllable."""
+    tokenizer = unigram(tmp_path, [*"호수에갔어요我们去了湖边", "▁озеро", *"озер"])
+    assert unknown_share(tokenizer, ["호수에 갔어요", "我们去了湖边"]) == 0.0
+    assert unknown_share(tokenizer, ["озеро"]) == 0.0
+    assert unknown_share(tokenizer, ["резо"]) == 1.0
+
+
+def test_bytes_of_a_letter_are_letters_that_fall_apart(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    learnt = Tokenizer(models.BPE(unk_token="<unk>"))
-    learnt.pre_tokenizer = pre_tokenizers.Metaspace()
-    trainer = trainers.BpeTrainer(vocab_size=3000, special_tokens=["<unk>"], show_progress=False)
-    learnt.train_from_iterator([*FOREIGN, *KNOWN] * 8, trainer)
-    learnt.save(str(tmp_path / "learnt.json"))
-    multilingual = SentenceTokenizer(tmp_path / "learnt.json", [], [], 0, LENGTH)
-    assert unknown_share(multilingual, FOREIGN) < UNKNOWN_SCRIPT
+    learnt = Tokenizer(models.BPE())
+    learnt.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    for texts, name in ((KNOWN, "english"), ((*FOREIGN, *KNOWN), "all")):
+        trainer = trainers.BpeTrainer(vocab_size=2000, initial_alphabet=alphabet, show_progress=False)
+        learnt.train_from_iterator([*texts] * 8, trainer)
+        learnt.save(str(tmp_path / f"{name}.json"))
+    english, multilingual = (SentenceTokenizer(tmp_path / f"{name}.json", [], [], 0, LENGTH) for name in ("english", "all"))
+    assert min(unknown_share(english, [text]) for text in FOREIGN) > 0.9
+    assert max(unknown_share(multilingual, [text]) for text in (*FOREIGN, *KNOWN)) < 0.2
 
 
 def test_a_korean_history_is_warned_about_and_an_english_one_is_not(tmp_path: Path, run: Run, tiny: Tiny) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import gguf
 import pytest
 from conftest import LlamaSaver
+from script_samples import FOREIGN, KNOWN
 from varied_texts import LOOK_ALIKES, varied_texts
 
 from exporter.checkpoints.encoder_folder import EncoderFolder
@@ -18,8 +19,9 @@ from exporter.checkpoints.gguf_file import GGUFCheckpoint
 from exporter.checkpoints.gguf_tokenizer import tokenizer_json
 from exporter.checkpoints.hf_folder import HFCheckpoint
 from exporter.template import HISTORY_HEADER, QUESTION_PREFIX, cut_template
+from runtime_py.episodes.coverage import unknown_share
 from runtime_py.errors import WorkError
-from runtime_py.tokenizer import TextTokenizer
+from runtime_py.tokenizer import SentenceTokenizer, TextTokenizer
 
 CUTS = {"llama3_1": "llama-bpe", "llama3_2": "llama-bpe", "qwen2_5": "qwen2", "qwen3": "qwen2"}
 STOPS = {"llama3_1": "<|eot_id|>", "llama3_2": "<|eot_id|>", "qwen2_5": "<|im_end|>", "qwen3": "<|im_end|>"}
@@ -199,3 +201,9 @@ def test_the_sentence_encoder_gives_transformers_ids(minilm: EncoderFolder) -> N
     ours.no_padding()
     for text in varied_texts():
         assert ours.encode(text).ids == theirs(text).input_ids, text
+
+
+@pytest.mark.slow
+def test_qwen_s_vocabulary_knows_every_script() -> None:
+    tokenizer = SentenceTokenizer(fetched("qwen3") / "tokenizer.json", [], [], 0, 64)
+    assert max(unknown_share(tokenizer, [text]) for text in (*KNOWN, *FOREIGN)) < 0.2
