@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -80,6 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("architecture", choices=tuple(ARCHITECTURES), metavar="ARCH", help=", ".join(ARCHITECTURES))
     parser.add_argument("folder", type=Path, metavar="DIR", help="new folder")
     options = parser.parse_args(arguments)
+    logging.disable(logging.WARNING)  # of optional parts that libraries miss
+    warnings.simplefilter("ignore")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         write_tiny_checkpoint(options.architecture, options.folder)
     except EpiCacheError as error:
