@@ -16,9 +16,11 @@ from script_samples import FOREIGN, KNOWN
 from test_shipped_embedder import PREDICATES, SUBJECTS
 from tiny_models import Run, Tiny, save_sessions
 
+from exporter.bundle_writer.tokenizers import embedder_info
 from exporter.checkpoints.encoder_folder import EncoderFolder
 from exporter.checkpoints.tiny_folder import write_tiny_checkpoint
 from exporter.graphs.embed import embed_graph
+from exporter.models.config import EncoderConfig
 from exporter.models.embedders import load_sentence_encoder, open_encoder
 from exporter.models.encoder_registry import ENCODERS
 from exporter.quantization.int8 import fake_quantize_
@@ -32,6 +34,11 @@ pytest_plugins = ["tiny_fixtures"]
 LENGTH = 96
 SENTENCES = [f"{subject} {predicate}" for subject in SUBJECTS for predicate in PREDICATES]
 F32 = NDArray[np.float32]
+
+
+def module(kind: str, path: str = "") -> dict[str, str]:
+    """An entry of modules.json."""
+    return {"type": f"sentence_transformers.models.{kind}", "path": path}
 
 
 def json_file(path: Path, value: object) -> None:
@@ -168,6 +175,10 @@ def test_a_bundle_embeds_questions_and_segments_as_its_encoder_s_makers_do(
         ("1_Pooling/config.json", {"pooling_mode_lasttoken": True}, r"the pooling is 'lasttoken'; .* 'mean' or 'cls'"),
         ("modules.json", [{"type": "sentence_transformers.models.Dense"}], "the module 'Dense' is not supported"),
         ("modules.json", {"type": 3}, "modules.json cannot be read"),
+        ("modules.json", [module("Transformer")], "one Pooling are expected, found Transformer"),
+        ("modules.json", [module("Transformer"), module("Pooling"), module("Pooling")], "one Pooling are expected"),
+        ("modules.json", [module("Transformer", "0_Transformer"), module("Pooling")], "at the top of the folder"),
+        ("modules.json", [module("Transformer"), module("Pooling", "../x")], r"the path '\.\./x' leads out"),
         ("config.json", {"model_type": "xlm-roberta"}, "The nearest preset is multilingual-e5-small"),
         ("config.json", {"model_type": "mpnet"}, "The nearest preset is minilm-l12"),
         ("config_sentence_transformers.json", {"prompts": {"query": 3}}, "prompts is no object of texts"),
@@ -191,6 +202,61 @@ def test_presets_bring_the_prompts_that_their_folders_lack(minilm: EncoderFolder
     assert minilm.prompts.query == minilm.prompts.document == ""
     with pytest.raises(UsageError, match=r"Presets: minilm-l6, .*qwen3-embedding-0\.6b"):
         open_encoder("minilm")
+
+
+PROMPTS = [
+    ({"query": "find: ", "document": ""}, "query", "find: ", ""),
+    ({"query": "find: ", "document": "text: "}, None, "find: ", "text: "),
+    ({"query": "find: ", "document": "", "passage": "text: "}, None, "find: ", "text: "),
+    ({"query": "find: ", "corpus": "text: "}, "query", "find: ", "text: "),
+    ({"query": "", "document": "text: "}, "document", "", "text: "),
+    ({"other": "x: "}, "other", "x: ", "x: "),
+    ({"other": "x: "}, None, "", ""),
+]
+
+
+@pytest.mark.parametrize(("prompts", "default", "query", "document"), PROMPTS)
+def test_prompts_are_found_under_every_name_they_have(
+    minilm: EncoderFolder, tmp_path: Path, prompts: dict[str, str], default: str | None, query: str, document: str
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(minilm.folder, folder)
+    json_file(folder / "config_sentence_transformers.json", {"prompts": prompts, "default_prompt_name": default})
+    found = open_encoder(str(folder)).prompts
+    assert (found.query, found.document) == (query, document)
+    if set(prompts) == {"query", "document"}:  # otherwise the library's own placeholders decide
+        library = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+        theirs, text = library.SentenceTransformer(str(folder), device="cpu"), "the kiln reached cone six"
+        assert float(theirs.encode_query(text) @ theirs.encode(query + text, prompt="")) > 0.9999
+        assert float(theirs.encode_document(text) @ theirs.encode(document + text, prompt="")) > 0.9999
+
+
+def test_the_pooling_is_read_where_modules_say(minilm: EncoderFolder, tmp_path: Path) -> None:
+    folder = cls_copy(minilm, tmp_path / "copy")
+    (folder / "1_Pooling").rename(folder / "pool")
+    json_file(folder / "modules.json", [module("Transformer"), module("Pooling", "pool"), module("Normalize", "2_Normalize")])
+    config = open_encoder(str(folder)).config
+    assert isinstance(config, EncoderConfig) and config.pooling == "cls"
+
+
+def test_small_letters_that_only_sentence_transformers_would_make_are_refused(minilm: EncoderFolder, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(minilm.folder, folder)
+    json_file(folder / "sentence_bert_config.json", {"max_seq_length": 256, "do_lower_case": True})
+    assert open_encoder(str(folder)).around_text().prefix == [101]
+    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer["normalizer"]["lowercase"] = False
+    json_file(folder / "tokenizer.json", tokenizer)
+    with pytest.raises(WorkError, match="do_lower_case is true, and the tokenizer keeps capitals"):
+        open_encoder(str(folder)).around_text()
+
+
+def test_a_prompt_that_leaves_no_room_for_text_is_refused(minilm: EncoderFolder, tmp_path: Path) -> None:
+    found = open_encoder(str(cls_copy(minilm, tmp_path / "copy")))
+    least = len(found.prompts.query.split()) + 1 + 2 + 8  # its words and colon, [CLS] and [SEP], and text
+    with pytest.raises(UsageError, match=rf"--embed-length {least - 1} is not possible: .* Give at least {least}\."):
+        embedder_info(found, least - 1)
+    assert embedder_info(found, least).query_prompt == found.prompts.query
 
 
 def unigram(folder: Path, pieces: Sequence[str]) -> SentenceTokenizer:

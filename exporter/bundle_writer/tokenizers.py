@@ -8,9 +8,12 @@ from pathlib import Path
 from exporter.checkpoints.base import Checkpoint
 from exporter.checkpoints.encoder_folder import EncoderFolder
 from exporter.template import template_texts
+from runtime_py.errors import UsageError
 from runtime_py.manifest import EmbedderInfo
 from runtime_py.tokenizer import SentenceTokenizer, TextTokenizer
 
+# Tokens of text that an embedder reads at least, behind its prompt.
+MIN_TEXT = 8
 # Each line is here for a reason: case, digits, white space, scripts, emoji with joiners, code, look-alike special tokens.
 GOLDEN_TEXTS = (
     "What did we decide about the boat?",
@@ -45,8 +48,19 @@ def write_tokenizers(checkpoint: Checkpoint, encoder: EncoderFolder, info: Embed
 
 
 def embedder_info(encoder: EncoderFolder, length: int) -> EmbedderInfo:
-    """What a runtime must know to use the encoder as its makers do."""
+    """What a runtime must know to use the encoder as its makers do.
+
+    Raises ``UsageError`` when a prompt leaves no room for text: then all texts had one vector.
+    """
     around, prompts = encoder.around_text(), encoder.prompts
+    tokenizer = encoder.tokenizer()
+    fixed = max(len(tokenizer.encode(prompt, add_special_tokens=False)) for prompt in (prompts.query, prompts.document))
+    fixed += len(around.prefix) + len(around.suffix)
+    if fixed + MIN_TEXT > length:
+        raise UsageError(
+            f"--embed-length {length} is not possible: the embedder's prompt and the tokens around a text take {fixed}. "
+            f"Give at least {fixed + MIN_TEXT}."
+        )
     return EmbedderInfo(
         encoder.model,
         encoder.dimension,

@@ -18,7 +18,7 @@ from exporter.models.architectures import ARCHITECTURES
 from exporter.models.config import DecoderConfig, EncoderConfig
 from exporter.models.encoder_registry import Prompts
 from runtime_py.errors import WorkError
-from runtime_py.manifest import Source
+from runtime_py.manifest import Source, is_inside_path
 
 # What to take instead of the kinds that people try most.
 _NEAREST = {"xlm-roberta": "multilingual-e5-small", "mpnet": "minilm-l12", "roberta": "minilm-l12", "distilbert": "minilm-l6"}
@@ -90,15 +90,21 @@ class EncoderFolder:
         except (OSError, ValueError) as error:
             raise WorkError(f"{self.folder} has no readable tokenizer.json ({error}).") from error
 
-    def around_text(self) -> AroundText:
-        """Read from the tokenizer itself, whatever its special tokens are called."""
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer with the tokens that it puts around a text; it neither pads nor cuts."""
         try:
             tokenizer = Tokenizer.from_str(self.tokenizer_json())
         except Exception as error:  # the library raises bare Exception
             raise WorkError(f"{self.folder / 'tokenizer.json'} is no usable tokenizer ({error}). Copy it again.") from None
-        padding = tokenizer.padding or {}
         tokenizer.no_padding()
         tokenizer.no_truncation()
+        return tokenizer
+
+    def around_text(self) -> AroundText:
+        """Read from the tokenizer itself, whatever its special tokens are called."""
+        tokenizer = self.tokenizer()
+        self._check_case(tokenizer)
+        padding = json.loads(self.tokenizer_json()).get("padding") or {}
         whole, inner = tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids
         start = next((i for i in range(len(whole)) if inner and whole[i : i + len(inner)] == inner), None)
         if start is None:
@@ -112,6 +118,16 @@ class EncoderFolder:
         """Where the weights came from."""
         files = " ".join(f.name for f in self._weights.files)
         return Source(self.model, self._revision, "safetensors", files, sha256_of(self._weights.files), self.licence)
+
+    def _check_case(self, tokenizer: Tokenizer) -> None:
+        """sentence-transformers writes its texts in small letters when this file says so; the tokenizer must do that itself."""
+        path = self.folder / "sentence_bert_config.json"
+        lower = path.exists() and JsonObject.read(path).data.get("do_lower_case")
+        if lower and tokenizer.encode("A b").ids != tokenizer.encode("a b").ids:
+            raise WorkError(
+                f"{path}: do_lower_case is true, and the tokenizer keeps capitals; not supported. Add a Lowercase normalizer to "
+                "tokenizer.json, or take another embedder."
+            )
 
     def _pad_id(self, tokenizer: Tokenizer, padding: dict[str, Any]) -> int:
         """Any id will do, since padding is masked; the model's own is taken where it is known."""
@@ -142,8 +158,7 @@ def _bert_config(file: JsonObject, pooling: str = "mean") -> EncoderConfig:
 
 def _pooling(folder: Path, allowed: tuple[str, ...]) -> tuple[str, bool]:
     """The pooling, and whether a prompt's tokens take part in it; a plain folder gets the first that is allowed."""
-    _check_modules(folder)
-    path = folder / "1_Pooling" / "config.json"
+    path = folder / _pooling_folder(folder) / "config.json"
     if not path.exists():
         return allowed[0], True
     data = JsonObject.read(path).data
@@ -155,17 +170,26 @@ def _pooling(folder: Path, allowed: tuple[str, ...]) -> tuple[str, bool]:
     return str(mode), bool(data.get("include_prompt", True))
 
 
-def _check_modules(folder: Path) -> None:
-    """Refuse a pipeline with more steps than the graph has, such as a dense layer behind the pooling."""
+def _pooling_folder(folder: Path) -> str:
+    """Where the pooling is described. Refuses a pipeline with other steps than the graph has, such as a dense layer."""
     path = folder / "modules.json"
     if not path.exists():
-        return
+        return "1_Pooling"
     try:
-        kinds = [str(module["type"]).rsplit(".", 1)[-1] for module in json.loads(path.read_text(encoding="utf-8"))]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        modules = json.loads(path.read_text(encoding="utf-8"))
+        steps = {str(module["type"]).rsplit(".", 1)[-1]: str(module.get("path", "")) for module in modules}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise WorkError(f"{path} cannot be read ({error}). Copy or download it again.") from None
-    if strange := [kind for kind in kinds if kind not in _KNOWN_MODULES]:
+    if strange := [kind for kind in steps if kind not in _KNOWN_MODULES]:
         raise WorkError(f"{path}: the module {strange[0]!r} is not supported. Supported are {', '.join(_KNOWN_MODULES)}.")
+    if len(modules) != len(steps) or "Pooling" not in steps or steps.get("Transformer"):
+        raise WorkError(
+            f"{path}: one Transformer at the top of the folder and one Pooling are expected, found {', '.join(steps)}. "
+            "Save the model again with sentence-transformers, or take another embedder."
+        )
+    if not is_inside_path(steps["Pooling"]):
+        raise WorkError(f"{path}: the path {steps['Pooling']!r} leads out of the folder. Copy or download it again.")
+    return steps["Pooling"]
 
 
 def _prompts(folder: Path, default: Prompts) -> Prompts:
@@ -175,8 +199,11 @@ def _prompts(folder: Path, default: Prompts) -> Prompts:
     found = data.get("prompts") or {}
     if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
         raise WorkError(f"{path}: prompts is no object of texts. Copy or download it again.")
-    named = {name: text for name, text in found.items() if text}
-    if not named:
+    if not any(found.values()):
         return default
-    always = named.get(str(data.get("default_prompt_name")), "")
-    return Prompts(named.get("query", always), named.get("document", named.get("passage", always)))
+    always = str(found.get(str(data.get("default_prompt_name")), ""))
+    # sentence-transformers saves an empty document prompt beside a passage prompt that its makers set. Where no other is set,
+    # the empty one is a choice, and keeps the default prompt away.
+    names = [name for name in ("document", "passage", "corpus") if name in found]
+    document = next((str(found[name]) for name in names if found[name]), "" if names else always)
+    return Prompts(str(found.get("query", always)), document)

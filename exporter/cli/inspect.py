@@ -34,6 +34,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "id": bundle.id,
         "model": manifest.source.model,
         "embedder": manifest.embedder_source.model,
+        "embedder_prompts": {"query": manifest.embedder.query_prompt, "document": manifest.embedder.document_prompt},
         "weights": manifest.plan.weights,
         "trial": manifest.trial,
         "budget": manifest.plan.budget,
@@ -56,6 +57,8 @@ def _files(folder: Path) -> list[tuple[str, int]]:
 
 def _print(shown: dict[str, Any]) -> None:
     print(f"{shown['name']}: {shown['model']}, weights {shown['weights']}, id {shown['id'][:16]}")
+    prompts = " ".join(f"{name} prompt {text!r}" for name, text in shown["embedder_prompts"].items() if text)
+    print(f"embedder {shown['embedder']}: {prompts or 'no prompts'}")
     if shown["trial"]:
         print(trial_notice(shown["trial"]))
     for name, target in shown["targets"].items():
