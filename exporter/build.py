@@ -16,6 +16,7 @@ from exporter import __version__
 from exporter.bundle_writer.selftest import write_selftest
 from exporter.bundle_writer.tokenizers import embedder_info, write_tokenizers
 from exporter.checkpoints.base import Checkpoint
+from exporter.checkpoints.embedders import load_sentence_encoder, open_encoder
 from exporter.checkpoints.encoder_folder import EncoderFolder
 from exporter.checkpoints.locating import Located, locate_decoder
 from exporter.checkpoints.opening import open_decoder
@@ -25,18 +26,17 @@ from exporter.graphs.signatures import signatures
 from exporter.history import HistoryTools, fill_store, write_episodes
 from exporter.manifest_parts import library_versions, memory_figures, model_shape
 from exporter.models.decoder import load_decoder
-from exporter.models.embedders import load_sentence_encoder, open_encoder
 from exporter.parity.checks import Check
 from exporter.parity.verify import Models, quantisation_loss, verify_bundle
 from exporter.plan import BuildPlan
-from exporter.targets import check_target, target
+from exporter.targets import target
 from exporter.targets.base import GraphSource
 from exporter.template import cut_template
 from exporter.trial import borrowed_sensitivities, shortened
 from runtime_py.bundle import Bundle
 from runtime_py.episodes.history import History
 from runtime_py.episodes.store import Store
-from runtime_py.errors import UsageError, WorkError
+from runtime_py.errors import WorkError
 from runtime_py.files import writing_folder
 from runtime_py.integrity import write_sums
 from runtime_py.language_model import LanguageModel
@@ -66,14 +66,10 @@ def build_bundle(
     Raises ``UsageError`` for an impossible plan before any work, ``WorkError`` when a stage or a check fails; then nothing
     appears at ``plan.out``, and a bundle that failed its checks is kept beside it for inspection.
     """
-    _check_destination(plan.out, replace)
-    for name in plan.targets:
-        check_target(name, plan.weights)
+    plan.check_early(replace)
     checkpoint = open_decoder(located or locate_decoder(plan.request, stages.note))
     encoder = open_encoder(plan.embedder, plan.offline, stages.note)
     plan.check(checkpoint.config, encoder.longest)
-    if plan.layers is not None and not 1 <= plan.layers <= checkpoint.config.n_layers:
-        raise UsageError(f"--layers {plan.layers} is not possible: allowed are 1 to {checkpoint.config.n_layers}.")
     with writing_folder(plan.out, replace) as folder:
         with stages.stage("load"):
             inputs = _prepare(plan, checkpoint, encoder, folder, stages)
@@ -99,18 +95,6 @@ def build_bundle(
             names = ", ".join(f"{c.target} {c.graph} {c.name} {c.value:.3g} > {c.limit:g}" for c in failed)
             raise WorkError(f"{len(failed)} of {len(checks)} checks failed ({names}). Not published; kept in {kept}.")
     return checks
-
-
-def _check_destination(out: Path, replace: bool) -> None:
-    """Refuse to write over anything but what ``--replace`` may mean: a bundle, or an empty folder."""
-    if not out.exists():
-        return
-    if not replace:
-        raise UsageError(f"{out} exists already. Name another folder with --out, or replace it with --replace.")
-    if not out.is_dir() or (not (out / "manifest.json").is_file() and any(out.iterdir())):
-        raise UsageError(
-            f"{out} is not a bundle; --replace deletes only a bundle or an empty folder. Name another folder with --out."
-        )
 
 
 def _prepare(plan: BuildPlan, checkpoint: Checkpoint, encoder: EncoderFolder, folder: Path, stages: Stages) -> _Inputs:

@@ -10,6 +10,8 @@ from pathlib import Path
 from exporter.budgets import layer_budgets
 from exporter.checkpoints.locating import ModelRequest
 from exporter.models.config import DecoderConfig
+from exporter.models.registry import DECODERS, preset_of
+from exporter.targets import check_target
 from runtime_py.errors import UsageError
 from runtime_py.manifest import GraphPlan, Template
 
@@ -53,10 +55,34 @@ class BuildPlan:
         random = ["random weights"] if self.weights_source == "random" else []
         return random + ([f"only the first {self.layers} layers"] if self.layers is not None else [])
 
-    def check(self, config: DecoderConfig, longest_text: int) -> None:
+    def check_early(self, replace: bool) -> None:
+        """Refuse, before weights are looked for or downloaded, what no checkpoint could make possible.
+
+        Raises ``UsageError`` for a destination that is taken, a target that cannot be built, and for a preset, whose shapes
+        are known, an impossible number.
+        """
+        self._check_destination(replace)
+        for name in self.targets:
+            check_target(name, self.weights)
+        if preset := preset_of(self.model):
+            self.check(DECODERS[preset].config)
+
+    def _check_destination(self, replace: bool) -> None:
+        """Refuse to write over anything but what ``--replace`` may mean: a bundle, or an empty folder."""
+        out = self.out
+        if not out.exists():
+            return
+        if not replace:
+            raise UsageError(f"{out} exists already. Name another folder with --out, or replace it with --replace.")
+        if not out.is_dir() or (not (out / "manifest.json").is_file() and any(out.iterdir())):
+            raise UsageError(
+                f"{out} is not a bundle; --replace deletes only a bundle or an empty folder. Name another folder with --out."
+            )
+
+    def check(self, config: DecoderConfig, longest_text: int | None = None) -> None:
         """Refuse impossible numbers. Raises ``UsageError`` naming the flag, the value and what is allowed.
 
-        ``longest_text`` is what the sentence encoder can read, in tokens.
+        ``longest_text`` is what the sentence encoder can read, in tokens; None while it is not known.
         """
         context = config.context
         limits = {
@@ -78,7 +104,9 @@ class BuildPlan:
         layer_budgets([0.0], self.budget, 0.0, GRANULARITY)  # refuses what is no multiple of the granularity
         if not 0.0 <= self.alpha <= 16.0:
             raise UsageError(f"--alpha {self.alpha} is not possible: allowed are 0 to 16.")
-        if not 16 <= self.embed_length <= longest_text:
+        if self.layers is not None and not 1 <= self.layers <= config.n_layers:
+            raise UsageError(f"--layers {self.layers} is not possible: allowed are 1 to {config.n_layers}.")
+        if longest_text is not None and not 16 <= self.embed_length <= longest_text:
             raise UsageError(f"--embed-length {self.embed_length} is not possible: allowed are 16 to {longest_text}.")
 
     def _room(self, context: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+
 from exporter.checkpoints.base import Checkpoint
 from runtime_py.errors import WorkError
 from runtime_py.manifest import Template
@@ -11,6 +13,13 @@ HISTORY_HEADER = "Below are past conversations. Use them to answer the question 
 QUESTION_PREFIX = "\nAnswer in one short sentence, from the conversations above.\nQuestion: "
 RECALL_PREFIX = "\nThe parts of the conversations nearest to the question:\n"
 
+_TODAY = datetime.date(2024, 7, 26)  # what Llama 3's template falls back to
+# Stands for the clock that transformers gives templates: a bundle neither differs from day to day nor calls its build day today.
+_ONE_DAY = (
+    "{% macro strftime_now(format) %}{{ format"
+    + "".join(f" | replace('%{code}', '{_TODAY.strftime(f'%{code}')}')" for code in "aAbBdHjmMSyY")
+    + " }}{% endmacro %}"
+)
 _HISTORY, _QUESTION, _ANSWER, _NEXT = "@@history@@", "@@question@@", "@@answer@@", "@@next@@"
 
 
@@ -40,12 +49,9 @@ def _render(checkpoint: Checkpoint, turns: list[dict[str, str]]) -> str:
     try:
         rendered, _ = render_jinja_template(
             conversations=[turns],
-            chat_template=checkpoint.chat_template(),
+            chat_template=_ONE_DAY + checkpoint.chat_template(),
             add_generation_prompt=True,
-            # A phone answers from its cache at once; and a bundle neither differs from day to day nor calls its build day today:
-            # the date is the one that Llama 3's template falls back to.
-            enable_thinking=False,
-            date_string="26 Jul 2024",
+            enable_thinking=False,  # a phone answers from its cache at once
             **checkpoint.special_tokens(),
         )
     except WorkError:

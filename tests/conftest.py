@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from calibration.profiles import calibration_text
+from exporter.checkpoints.embedders import load_sentence_encoder, open_encoder
 from exporter.checkpoints.encoder_folder import EncoderFolder
 from exporter.checkpoints.gguf_file import GGUFCheckpoint
 from exporter.graphs.prefill import PrefillGraph
@@ -27,7 +28,6 @@ from exporter.graphs.signatures import signatures
 from exporter.manifest_parts import model_shape
 from exporter.models.config import DecoderConfig
 from exporter.models.decoder import Decoder, load_decoder
-from exporter.models.embedders import load_sentence_encoder, open_encoder
 from exporter.models.encoder import Encoder
 from exporter.models.encoder_registry import ENCODERS
 from exporter.models.registry import DECODERS, packaged_path

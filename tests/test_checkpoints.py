@@ -14,13 +14,13 @@ import torch
 from conftest import LlamaSaver
 
 from exporter.checkpoints.base import sha256_of
+from exporter.checkpoints.embedders import open_encoder
 from exporter.checkpoints.gguf_file import GGUFCheckpoint
 from exporter.checkpoints.hf_folder import HFCheckpoint
 from exporter.checkpoints.locating import ModelRequest, locate_decoder
 from exporter.checkpoints.opening import open_decoder
 from exporter.models.decoder import load_decoder
 from exporter.models.dense import dense_logits
-from exporter.models.embedders import open_encoder
 from runtime_py.errors import UsageError, WorkError
 
 TEXTS = [

@@ -17,11 +17,11 @@ from test_shipped_embedder import PREDICATES, SUBJECTS
 from tiny_models import Run, Tiny, save_sessions
 
 from exporter.bundle_writer.tokenizers import embedder_info
+from exporter.checkpoints.embedders import load_sentence_encoder, open_encoder
 from exporter.checkpoints.encoder_folder import EncoderFolder
 from exporter.checkpoints.tiny_folder import write_tiny_checkpoint
 from exporter.graphs.embed import embed_graph
 from exporter.models.config import EncoderConfig
-from exporter.models.embedders import load_sentence_encoder, open_encoder
 from exporter.models.encoder_registry import ENCODERS
 from exporter.quantization.int8 import fake_quantize_
 from runtime_py.bundle import Bundle

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from exporter.checkpoints.embedders import load_sentence_encoder, open_encoder
 from exporter.checkpoints.encoder_folder import EncoderFolder
 from exporter.graphs.embed import EmbedGraph
-from exporter.models.embedders import load_sentence_encoder, open_encoder
 from exporter.models.encoder import Encoder
 from runtime_py.errors import WorkError
 from runtime_py.tokenizer import SentenceTokenizer

@@ -166,3 +166,17 @@ def test_what_is_missing_is_said_before_pytorch_is_imported() -> None:
     probe = "import sys, exporter.cli.build, exporter.cli.models, exporter.checkpoints.locating; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        (("--budget", "7"), "--budget 7 is not possible"),
+        (("--budget", "4k", "--layers", "29"), "--layers 29 is not possible: allowed are 1 to 28"),
+        (("--budget", "4k", "--targets", "tpu"), "Target 'tpu' cannot be built"),
+        (("--budget", "4k", "--out", "."), "exists already"),
+    ],
+)
+def test_what_is_impossible_is_refused_before_weights_are_looked_for(run: Run, flags: tuple[str, ...], found: str) -> None:
+    ran = run("build", "--model", "llama3.2-3b", *flags)
+    assert ran.code == 2 and found in ran.err and "on this machine" not in ran.err

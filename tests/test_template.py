@@ -104,3 +104,19 @@ def test_unusable_templates_are_refused(tmp_path: Path, save_llama: LlamaSaver, 
     with pytest.raises(WorkError) as caught:
         template_texts(template_folder(tmp_path, save_llama, source))
     assert found in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("date", "shown"),
+    [
+        ("{{ strftime_now('%d %b %Y') }}", "26 Jul 2024"),
+        ("{% set day = strftime_now('%A, %Y-%m-%d') %}{{ day }}", "Friday, 2024-07-26"),
+        ("{% if strftime_now is defined %}{% set day = strftime_now('%B %d') %}{% endif %}{{ day }}", "July 26"),
+    ],
+)
+def test_a_template_that_asks_for_the_day_gets_the_same_one_every_day(
+    tmp_path: Path, save_llama: LlamaSaver, date: str, shown: str
+) -> None:
+    source = f"Today is {date}. " + "{% for m in messages %}{{ m.role }}: {{ m.content }}<end>{% endfor %}{{ 'assistant: ' }}"
+    texts = template_texts(template_folder(tmp_path, save_llama, source))
+    assert texts["prefix"].startswith(f"Today is {shown}. user: ")

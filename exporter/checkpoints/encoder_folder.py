@@ -46,22 +46,15 @@ class EncoderFolder:
         self._weights = WeightFolder(folder)
         file = JsonObject.read(folder / "config.json")
         kind = file.data.get("model_type")
-        self.config: EncoderConfig | DecoderConfig
-        if kind in ARCHITECTURES:
-            self.config = decoder_config(file)
-            allowed: tuple[str, ...] = ("lasttoken",)
-        elif kind == "bert":
-            self.config = _bert_config(file)
-            allowed = ("mean", "cls")
-        else:
+        if kind not in ARCHITECTURES and kind != "bert":
             near = _NEAREST.get(str(kind), "minilm-l6")
             raise WorkError(
                 f"{file.path}: model_type is {kind!r}; supported is 'bert', and {', '.join(ARCHITECTURES)} with last-token "
                 f"pooling. The nearest preset is {near}."
             )
-        pooling, with_prompt = _pooling(folder, allowed)
-        if isinstance(self.config, EncoderConfig):
-            self.config = _bert_config(file, pooling)
+        pooling, with_prompt = _pooling(folder, ("mean", "cls") if kind == "bert" else ("lasttoken",))
+        self.config: EncoderConfig | DecoderConfig
+        self.config = _bert_config(file, pooling) if kind == "bert" else decoder_config(file)
         self.prompts = _prompts(folder, prompts or Prompts())
         if not with_prompt and (self.prompts.query or self.prompts.document):
             raise WorkError(
@@ -138,7 +131,7 @@ class EncoderFolder:
         return int(found if found is not None else padding.get("pad_id", 0))
 
 
-def _bert_config(file: JsonObject, pooling: str = "mean") -> EncoderConfig:
+def _bert_config(file: JsonObject, pooling: str) -> EncoderConfig:
     if file.data.get("hidden_act") != "gelu":
         raise WorkError(f"{file.path}: hidden_act is {file.data.get('hidden_act')!r}; supported is 'gelu'.")
     if file.data.get("position_embedding_type", "absolute") != "absolute":

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from exporter.checkpoints.hub_download import download
 from exporter.checkpoints.hub_model import HubModel, gated, short
+from exporter.checkpoints.weight_index import INDEX, WHOLE, weight_index
 from runtime_py.errors import UsageError, WorkError
 
 Note = Callable[[str], None]
@@ -32,9 +32,8 @@ FILES = (
     "modules.json",
     "config_sentence_transformers.json",
     "sentence_bert_config.json",
-    "1_Pooling/config.json",
+    "*_Pooling/config.json",
 )
-_INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _REVISION = re.compile(r"(?!.*\.\.)\w[\w./-]{0,199}", re.ASCII)
 _ANSWER_SECONDS = 3.0  # for the hub's first answer; what is not there is said within five
@@ -103,13 +102,11 @@ def _cached(model: HubModel, revision: str) -> tuple[Snapshot | None, list[str]]
 def missing_files(folder: Path) -> list[str]:
     """What a folder lacks to be a decoder's checkpoint, by name."""
     lacking = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
-    if not (folder / _INDEX).is_file():
-        return lacking if (folder / _WHOLE).is_file() else [*lacking, _WHOLE]
     try:
-        shards = set(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return [*lacking, _INDEX]
-    return lacking + sorted(str(name) for name in shards if not (folder / str(name)).is_file())
+        shards = set(weight_index(folder).values()) or {WHOLE}
+    except WorkError:
+        return [*lacking, INDEX]
+    return lacking + sorted(name for name in shards if not (folder / name).is_file())
 
 
 def _not_here(model: HubModel, revision: str, cached: Snapshot | None, lacking: Sequence[str], why: str) -> str:
@@ -117,7 +114,7 @@ def _not_here(model: HubModel, revision: str, cached: Snapshot | None, lacking: 
     from huggingface_hub.file_download import repo_folder_name
 
     root = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=model.repo_id, repo_type="model") / "snapshots"
-    looked = ", ".join(lacking) if cached else f"config.json, tokenizer.json, {_WHOLE} (or {_INDEX} and its shards)"
+    looked = ", ".join(lacking) if cached else f"config.json, tokenizer.json, {WHOLE} (or {INDEX} and its shards)"
     accept = f"accept the licence ({model.licence}) at {model.page}, run `hf auth login`, then" if model.gated else "just"
     return (
         f"{model.repo_id}, revision {revision}, is not {'complete ' if cached else ''}on this machine, {why}.\n"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+
+# org/name; a path to a GGUF file may look like one.
+REPO_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}(?<!\.gguf)", re.ASCII)
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,16 @@ Nothing here imports PyTorch, so that a model that is not there is reported at o
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from exporter.checkpoints.hub import find_snapshot
-from exporter.checkpoints.hub_model import HubModel
+from exporter.checkpoints.hub_model import REPO_ID, HubModel
 from exporter.models.registry import DECODERS, packaged_path, preset_of
 from runtime_py.errors import UsageError, WorkError
 
 WEIGHTS_SOURCES = ("checkpoint", "random")
-_REPO_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}(?<!\.gguf)", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ def locate_decoder(request: ModelRequest, note: Callable[[str], None] = lambda _
     if request.checkpoint is not None:
         return Located(name if preset else request.checkpoint.resolve().name, preset, _existing(request.checkpoint))
     path = Path(request.model).expanduser()
-    if preset is None and (path.exists() or not _REPO_ID.fullmatch(request.model)):
+    if preset is None and (path.exists() or not REPO_ID.fullmatch(request.model)):
         if not path.exists():
             raise UsageError(_unknown(request.model))
         _refuse_revision(request, f"{path} is a path")

@@ -9,10 +9,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from exporter.checkpoints.json_file import JsonObject
+from exporter.checkpoints.weight_index import INDEX, WHOLE, weight_index
 from runtime_py.errors import WorkError
 
-_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("F32", "F16", "BF16", "F64")
 
 
@@ -23,7 +22,7 @@ class WeightFolder:
         self.folder = folder
         if not folder.is_dir():
             raise WorkError(f"{folder} does not exist. Name a .gguf file, a Hugging Face folder, or a preset.")
-        promised = _index(folder)
+        promised = weight_index(folder)
         self.files = _files(folder, promised)
         self._where: dict[str, Path] = {}
         for file in self.files:
@@ -35,7 +34,7 @@ class WeightFolder:
         wrong = sorted(name for name, file in promised.items() if self._where.get(name) != folder / file)
         if wrong:
             raise WorkError(
-                f"{folder / _INDEX} says that {wrong[0]!r} is in {promised[wrong[0]]}, where it is not ({len(wrong)} such). "
+                f"{folder / INDEX} says that {wrong[0]!r} is in {promised[wrong[0]]}, where it is not ({len(wrong)} such). "
                 "Index and shards do not belong together: copy or download them again."
             )
 
@@ -58,17 +57,6 @@ class WeightFolder:
         return found.to(torch.float32)
 
 
-def _index(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name, as the index of a sharded model promises; empty without an index."""
-    path = folder / _INDEX
-    if not path.exists():
-        return {}
-    found = JsonObject.read(path).data.get("weight_map")
-    if not isinstance(found, dict) or not found or not all(isinstance(v, str) and Path(v).name == v for v in found.values()):
-        raise WorkError(f"{path} has no usable weight_map. Copy or download it again.")
-    return {str(name): str(file) for name, file in found.items()}
-
-
 def _files(folder: Path, promised: dict[str, str]) -> list[Path]:
     """The weight files: those of the index, or model.safetensors, or all there are; adapters and copies beside them are not."""
     if promised:
@@ -80,8 +68,8 @@ def _files(folder: Path, promised: dict[str, str]) -> list[Path]:
                 "a shard is missing. Copy or download the checkpoint again."
             )
         return [folder / name for name in sorted(counts)]
-    if (folder / _WHOLE).is_file():
-        return [folder / _WHOLE]
+    if (folder / WHOLE).is_file():
+        return [folder / WHOLE]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         pickles = sorted(p.name for kind in ("*.bin", "*.pth", "*.pt") for p in folder.glob(kind))

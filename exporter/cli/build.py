@@ -66,6 +66,7 @@ def run(options: argparse.Namespace) -> int:
             continue  # the usual case
         shown = ",".join(value) if isinstance(value, tuple) else "all" if value is None else value
         stages.line(f"{name:>13} {shown}")
+    plan.check_early(options.replace)
     located = locate_decoder(plan.request, stages.line)
     # PyTorch takes seconds to import; what is missing is said before.
     from exporter.build import build_bundle

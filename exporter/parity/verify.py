@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from exporter.checkpoints.base import Checkpoint
+from exporter.checkpoints.embedders import load_sentence_encoder, open_encoder
 from exporter.checkpoints.encoder_folder import EncoderFolder
 from exporter.checkpoints.locating import ModelRequest, locate_decoder
 from exporter.checkpoints.opening import open_decoder
@@ -20,7 +21,6 @@ from exporter.manifest_parts import memory_figures, model_shape
 from exporter.models.decoder import Decoder, load_decoder
 from exporter.models.decoder_encoder import SentenceEncoder
 from exporter.models.dense import dense_logits
-from exporter.models.embedders import load_sentence_encoder, open_encoder
 from exporter.models.encoder_registry import ENCODERS
 from exporter.models.registry import DECODERS, preset_of
 from exporter.parity.checks import Check

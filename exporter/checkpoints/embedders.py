@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 from exporter.checkpoints.encoder_folder import EncoderFolder
 from exporter.checkpoints.hub import find_snapshot
-from exporter.checkpoints.hub_model import HubModel
+from exporter.checkpoints.hub_model import REPO_ID, HubModel
 from exporter.models.config import EncoderConfig
 from exporter.models.decoder_encoder import SentenceEncoder, load_decoder_encoder
 from exporter.models.encoder import load_encoder
 from exporter.models.encoder_registry import ENCODERS
 from exporter.models.registry import packaged_path
 from runtime_py.errors import UsageError
-
-_REPO_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
 
 
 def open_encoder(name: str, offline: bool = False, note: Callable[[str], None] = lambda _: None) -> EncoderFolder:
@@ -31,7 +28,7 @@ def open_encoder(name: str, offline: bool = False, note: Callable[[str], None] =
     path = Path(name).expanduser()
     if preset is None and path.exists():
         return EncoderFolder(path, path.resolve().name, "see the model card")
-    if preset is None and not _REPO_ID.fullmatch(name):
+    if preset is None and not REPO_ID.fullmatch(name):
         near = difflib.get_close_matches(name, ENCODERS, 1, 0.3)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise UsageError(
